@@ -26,6 +26,10 @@ BANNERS = ("lightning.pytorch", "lightning.fabric", "transformers")
 Fields = TypeVar("Fields")
 
 
+class Command(str):
+    """A line to paste: never wrapped."""
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line, without the usage text."""
 
@@ -60,11 +64,7 @@ def refuse_below(least: int, options: Mapping[str, float | None]) -> None:
 
 
 def refuse_unwritable(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raise ValueError, before measuring, for a file that can't be written.
-
-    Args:
-        names: options that name files to write.
-    """
+    """Raise ValueError, before measuring, for a file that can't be written, named by one of these options."""
     for name in names:
         if getattr(options, name) is None:
             continue
@@ -92,11 +92,7 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def answer(options: argparse.Namespace, found: Any, *shown: Table | str) -> None:
-    """Print an answer as tables and sentences, or as JSON with --json.
-
-    Args:
-        found: the answer's dataclass, for JSON.
-    """
+    """Print an answer as tables and sentences, or as JSON with --json. `found`: the answer's dataclass, for JSON."""
     if options.json:
         print(json.dumps(dataclasses.asdict(found), default=str, indent=1))
         return
@@ -112,9 +108,9 @@ def filled(kind: type[Fields], source: object, **own: Any) -> Fields:
 
 
 def say(console: Console, part: Table | str) -> None:
-    """Print a sentence on one line, never cut, or a table whose names are never cut."""
+    """Print a sentence, wrapped between words on a terminal alone, or a table whose names are never cut."""
     if isinstance(part, str):
-        console.print(part, soft_wrap=True, markup=False)
+        console.print(part, soft_wrap=isinstance(part, Command) or not console.is_terminal, markup=False)
     elif Measurement.get(console, console.options.update(max_width=UNLIMITED), part).maximum <= console.width:
         console.print(part)
     else:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
+from lightning_decentral.cli.console import Command, answer, filled, number, refuse_below, say, whole, write_text
+from lightning_decentral.cli.quantities import RATE, SIZE, SPAN
 from lightning_decentral.planner.compare import THRESHOLD, plan
 from lightning_decentral.planner.report import page
 from lightning_decentral.planner.show import sentences, table
@@ -24,15 +25,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", help="file that `lightning-decentral profile` wrote")
     parser.add_argument("--workers", type=whole, help="number of devices in all")
     parser.add_argument("--per-node", type=whole, help="devices in a node (default 1)")
-    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
-    parser.add_argument("--latency", help=f"latency of a message, with --bandwidth (default {LATENCY})")
+    parser.add_argument("--bandwidth", type=RATE, help="node bandwidth, used instead of a measured network: 200mbit")
+    parser.add_argument("--latency", type=SPAN, help=f"latency of a message, with --bandwidth (default {LATENCY})")
+    parser.add_argument("--inside-bandwidth", type=RATE, help="as --bandwidth, between devices of a node: 200gbit")
     parser.add_argument(
-        "--inside-bandwidth", help="bandwidth between devices of a node, used instead of a measured one: 200gbit"
+        "--inside-latency", type=SPAN, help=f"latency of a message, with --inside-bandwidth (default {INSIDE_LATENCY})"
     )
-    parser.add_argument(
-        "--inside-latency", help=f"latency of a message, with --inside-bandwidth (default {INSIDE_LATENCY})"
-    )
-    parser.add_argument("--memory-bytes", help="memory of a device; methods that need more aren't recommended: 24GB")
+    parser.add_argument("--memory-bytes", type=SIZE, help="memory of a device; what needs more isn't recommended: 24GB")
     parser.add_argument(
         "--slices", type=whole, default=1, help="slices of a sequence in a pipeline (default 1: no token axis)"
     )
@@ -60,16 +59,18 @@ def run(options: argparse.Namespace) -> None:
     if options.profile is None or options.workers is None:
         raise ValueError("plan needs a profile and --workers: lightning-decentral plan profile.json --workers 64")
     assumed = assumptions(options)
+    if options.workers == 1:
+        raise ValueError("--workers must be at least 2, got 1: one worker exchanges with nobody, so there's no plan")
     refuse_below(1, {"--workers": options.workers, "--per-node": options.per_node, "--slices": options.slices})
     refuse_below(0, {"--threshold": options.threshold})
     profile = read(options.profile)
     network = Network(profile.network)
     for reach, rate, latency in (
-        ("between", options.bandwidth, units.seconds(options.latency)),
-        ("inside", options.inside_bandwidth, units.seconds(options.inside_latency)),
+        ("between", options.bandwidth, options.latency),
+        ("inside", options.inside_bandwidth, options.inside_latency),
     ):
         if rate is not None:
-            network = network.linked(reach, latency, units.bytes_per_second(rate))
+            network = network.linked(reach, latency, rate)
     setting = Setting(profile.model, network, Cluster(options.workers, options.per_node))
     with Console(stderr=True).status("forecasting every method") as status:
         found = plan(
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
             profile.variation,
             slices=options.slices,
             also=options.also,
-            memory_bytes=inf if options.memory_bytes is None else units.size_bytes(options.memory_bytes),
+            memory_bytes=inf if options.memory_bytes is None else options.memory_bytes,
             threshold=options.threshold / 100,
             optimizer=options.optimizer,
             like=RECIPES.get(options.like),
@@ -101,7 +102,8 @@ def run(options: argparse.Namespace) -> None:
     command = found.command if found.best else None
     losses = str(found.known) if found.known else None
     numbers = PlanAnswer(cluster.workers, cluster.nodes, methods, found.refused, best, command, assumed, losses)
-    answer(options, numbers, table(found), *assumed, *sentences(found))
+    *prose, last = sentences(found)
+    answer(options, numbers, table(found), *assumed, *prose, Command(last) if command else last)
     if options.report:
         with Console(stderr=True).status("forecasting other clusters for the report"):
             text = page(found)
@@ -150,8 +152,8 @@ def assumptions(options: argparse.Namespace) -> list[str]:
     inside, gain = f"{INSIDE_LATENCY} for a message inside a node", 100 * THRESHOLD
     wanted = [
         ("per_node", 1, "one device on each node", True),
-        ("latency", LATENCY, f"{LATENCY} for a message between nodes", bool(options.bandwidth)),
-        ("inside_latency", INSIDE_LATENCY, inside, bool(options.inside_bandwidth)),
+        ("latency", units.seconds(LATENCY), f"{LATENCY} for a message between nodes", bool(options.bandwidth)),
+        ("inside_latency", units.seconds(INSIDE_LATENCY), inside, bool(options.inside_bandwidth)),
         ("threshold", gain, f"a gain under {gain:g} % is worth no change of method", True),
     ]
     assumed = []

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.console import answer, filled, number, refuse_below, say, whole, write_text
+from lightning_decentral.cli.console import Command, answer, filled, number, refuse_below, say, whole, write_text
 from lightning_decentral.cli.profile import alone, without_strategy
+from lightning_decentral.cli.quantities import RATE, SPAN
 from lightning_decentral.planner import rehearsal
 from lightning_decentral.planner.candidates import Candidate, in_full
 from lightning_decentral.planner.compare import BASES, plan
@@ -27,7 +28,6 @@ from lightning_decentral.shared.plan.forecast import Cluster, Setting
 from lightning_decentral.shared.plan.known_losses import kind_of, nearest
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile, read
-from lightning_decentral.shared.plan.units import bytes_per_second, seconds
 
 LATENCY = "100us"
 AT_LEAST_1 = ("per_node", "seeds", "run_steps", "threads")
@@ -54,10 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--target", type=number, help="validation loss that the mean of the workers' models should reach"
     )
     parser.add_argument("--profile", help="file that `lightning-decentral profile` wrote, for seconds of a step")
-    parser.add_argument("--bandwidth", help="node bandwidth, used instead of a measured network: 200mbit")
-    parser.add_argument(
-        "--latency", default=LATENCY, help="latency of a message, with --bandwidth (default %(default)s)"
-    )
+    parser.add_argument("--bandwidth", type=RATE, help="node bandwidth, used instead of a measured network: 200mbit")
+    message = "latency of a message, with --bandwidth (default %(default)s)"
+    parser.add_argument("--latency", type=SPAN, default=LATENCY, help=message)
     parser.add_argument("--per-node", type=whole, default=1, help="devices in a node (default 1)")
     parser.add_argument("--steps", type=whole, default=300, help="most steps of each method (default %(default)s)")
     parser.add_argument(
@@ -95,7 +94,8 @@ def run(options: argparse.Namespace) -> None:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
     module = options.application.build_model(cfg, data.sizes)
     methods = options.method or candidates_of(options, kept, workers, cfg, module, profile, network)
-    configurations = {one: trained_by(options.application, cfg, one, kept) for one in map(words_of, methods)}
+    words = [method if isinstance(method, str) else method.overrides for method in methods]
+    configurations = {one: trained_by(options.application, cfg, one, kept) for one in words}
     found = rehearsal.rehearse(
         module,
         data,
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
     for row in found.rows:
         table.add_row(*cells(found, row))
     reached = any(row.steps for row in found.rows)
-    answer(options, rehearsed(found, command), table, *sentences, *[command or last] * reached)
+    answer(options, rehearsed(found, command), table, *sentences, *[Command(command) if command else last] * reached)
     if not reached:
         raise ValueError(f"{last}: give a higher --target, or more --steps and --minutes")
 
@@ -153,11 +153,7 @@ def split(overrides: list[str]) -> tuple[list[str], list[int]]:
 
 
 def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: DictConfig, per_node: int) -> str | None:
-    """Overrides for `recipes/train.py` that train with the best method, at its learning rate.
-
-    Args:
-        cfg: configuration with the best method's optimizer.
-    """
+    """Overrides for `recipes/train.py` that train with the best method at its learning rate; `cfg` is its own."""
     if best is None:
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None
@@ -165,10 +161,6 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
     words = [one for one in in_full(best.overrides) if not (rates and one.startswith("optimizer.lr="))]
     where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
     return shlex.join([*without_optimizer(overrides, best.overrides), *words, *rates, *where])
-
-
-def words_of(method: str | Candidate) -> str:
-    return method if isinstance(method, str) else method.overrides
 
 
 def trains(method: str) -> bool:
@@ -211,11 +203,10 @@ def network_of(options: argparse.Namespace, profile: Profile | None, overrides: 
         return None
     if profile is None:
         raise ValueError(
-            f"--bandwidth {options.bandwidth} needs --profile, which has the seconds of a step's computation: "
+            "--bandwidth needs --profile, which has the seconds of a step's computation: "
             f"`{shlex.join(['lightning-decentral', 'profile', *overrides])}` writes one, or leave --bandwidth out"
         )
-    link = seconds(options.latency), bytes_per_second(options.bandwidth)
-    return Network(profile.network).linked("between", *link)
+    return Network(profile.network).linked("between", options.latency, options.bandwidth)
 
 
 def candidates_of(

@@ -54,10 +54,7 @@ class Compared:
 
 def rows_of(run: Path) -> list[dict[str, float]]:
     """Read a run's logged metrics, one row per step; of a resumed run the later file's, where both have a step.
-
-    Raises:
-        ValueError: no file of metrics, none with rows, or the files of several runs.
-    """
+    ValueError: no file of metrics, none with rows, or the files of several runs."""
     found = [run] if run.is_file() else next(filter(None, (sorted(run.rglob(name)) for name in FILES)), [])
     if not found:
         there = f"there is no {' or '.join(FILES)} in {run}" if run.exists() else f"there is no {run}"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
 from lightning_decentral.cli.console import answer, refuse_below, say, whole
-from lightning_decentral.shared.plan import units
+from lightning_decentral.cli.quantities import SIZE
 from lightning_decentral.shared.plan.profile import read
 from lightning_decentral.shared.plan.timeline import chrome_trace
 from lightning_decentral.sweep import gantt
@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         f"or one of {','.join(gang_schedule.PLANS)}, for jobs of several devices at once",
     )
     parser.add_argument("--devices", type=whole, help="number of equal devices (default: 1; jigsaw: pieces of a job)")
-    parser.add_argument("--memory-bytes", help="memory of each device; a job that needs more is refused: 24GB")
+    parser.add_argument("--memory-bytes", type=SIZE, help="memory of each device; larger jobs are refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
     parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")
     parser.add_argument("--trace", type=Path, help="public trace of jobs in place of the YAML file")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     refuse_below(1, {"--pieces": options.pieces, "--first": options.first})
     chosen("layout", options.layout, LAYOUTS)
     policies = {name: chosen("policy", name, POLICIES, gang_schedule.PLANS) for name in names}
-    limit = units.size_bytes(options.memory_bytes) if options.memory_bytes is not None else float("inf")
+    limit = float("inf") if options.memory_bytes is None else options.memory_bytes
     there = equal_devices(1 if options.devices is None else options.devices, limit)
     asked, remarks = jobs_of(options)
     if options.rehearse and asked.queues:

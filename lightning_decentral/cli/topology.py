@@ -55,11 +55,7 @@ def names() -> list[str]:
 
 
 def topology_of(name: str, overrides: list[str]) -> Topology:
-    """Topology by its Hydra name.
-
-    Raises:
-        ValueError: an unknown name or field.
-    """
+    """Topology by its Hydra name. ValueError: an unknown name or field."""
     if name not in names():
         raise ValueError(f"there is no topology {name!r}: {meant(name, names())}use one of {', '.join(names())}")
     fields = [f"strategy.topology.{override}" for override in overrides]
@@ -70,31 +66,21 @@ def topology_of(name: str, overrides: list[str]) -> Topology:
 
 @dataclass(frozen=True)
 class Curves:
-    """Mixing matrices and consensus curves of a topology on `size` workers.
+    """Mixing matrices and consensus curves of a topology on `size` workers."""
 
-    Args:
-        matrices: mixing matrices of a period, at most `LONGEST` steps.
-        gaps: 1 - the second largest |eigenvalue| of each matrix.
-        distances: ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that
-            workers may still have; step 0 is before any.
-        typical: ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
-        exact: steps to exact consensus, None: never.
-    """
-
-    matrices: tuple[Matrix, ...]
-    gaps: tuple[float, ...]
+    matrices: tuple[Matrix, ...]  # mixing matrices of a period, at most `LONGEST` steps
+    gaps: tuple[float, ...]  # 1 - the second largest |eigenvalue| of each matrix
+    # ||W_t ... W_0 - 1 1^T / n||_2 after each step: the largest share of their distance from the mean that workers may
+    # still have; step 0 is before any.
     distances: tuple[float, ...]
+    # ||W_t ... W_0 - 1 1^T / n||_F / sqrt(n - 1): that share (root mean square) for a random start.
     typical: tuple[float, ...]
-    exact: int | None
+    exact: int | None  # steps to exact consensus, None: never
     gap_per_step: float
 
 
 def curves(topology: Topology, size: int) -> Curves:
-    """Compute the curves of two periods, at most `LONGEST` steps.
-
-    Raises:
-        ValueError: the topology can't serve `size` workers.
-    """
+    """Compute the curves of two periods, at most `LONGEST` steps. ValueError: the topology can't serve this size."""
     period = topology.period(size)
     shown = [mixing_matrix(topology, size, step) for step in range(min(period, LONGEST))]
     product, mean, left = np.eye(size), np.full((size, size), 1 / size), [np.eye(size) - 1 / size]
@@ -191,11 +177,8 @@ def _wrapped(line: str) -> str:
 
 
 def draw_topology(topology: Topology, size: int, found: Curves, path: Path) -> None:
-    """Draw the first steps as graphs on a circle, each with its matrix, and the consensus curve.
-
-    Raises:
-        ValueError: no matplotlib, a suffix that it doesn't write, or a folder that isn't there.
-    """
+    """Draw the first steps as graphs on a circle, each with its matrix, and the consensus curve. ValueError: no
+    matplotlib, a suffix that it doesn't write, or a folder that isn't there."""
     steps = min(len(found.matrices), SHOWN_STEPS)
     figure = new_figure(2.4 * max(steps, 3), 7)
     graphs, below = figure.subfigures(2, 1, height_ratios=[5, 3])

@@ -16,11 +16,11 @@ from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.updates import GradientCheck, NonFinite
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by, refuse_estimates
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 
 class Reduced:
@@ -29,17 +29,16 @@ class Reduced:
     def __init__(
         self, module: nn.Module, wire: Wire, strategy: "FabricCompressedStrategy", taken: Set[nn.Parameter]
     ) -> None:
-        hosts = wire.hosts(None)
-        assert hosts is not None
         self.module, self._taken = module, taken  # parameters of modules set up before, which already average them
-        self.mean = mean_by(strategy.codec, partial(of_all, wire), strategy.root_device)
+        hosts = of_all(wire.hosts)
+        self.mean = mean_by(strategy.codec, partial(of_all, wire.group), strategy.root_device)
         bucket_bytes = strategy.bucket_bytes or bucket_bytes_of(module.parameters())
         scaler = getattr(strategy.precision, "scaler", None)
         if scaler is not None or strategy.nonfinite == "skip":
             self.mean.guard(scale_of(scaler, strategy.root_device))
         self.gradients = GradientAverage(self.mean, hosts, strategy.waiting, bucket_bytes)
         self.equal = EqualReplicas()
-        self.equal.begin(module, of_all(wire), strategy._group.layouts, lambda: strategy.optimizers)
+        self.equal.begin(module, of_all(wire.group), strategy._group.layouts, lambda: strategy.optimizers)
         self.equal.join(self.gradients)
         self.watch()
 

@@ -19,12 +19,12 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unchecked, Unfollowed
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, refuse_estimates
 from lightning_decentral.shared.wire.owners import InPlace, by_owners
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Transport, Wire, of_all
 
 
 @checked
@@ -82,13 +82,12 @@ class CompressedStrategy(ReplicaStrategy):
 
     def prepare(self, wire: Wire | None) -> None:
         self._trainer = self._module.trainer
-        over = None if wire is None else of_all(wire)
+        over = None if wire is None else of_all(wire.group)
         self._equal.begin(self._module, over, self._group.layouts, lambda: self.optimizers)
         if wire is None:
             return
-        hosts = wire.hosts(None)
-        assert hosts is not None
-        self._mean = mean_by(self.codec, partial(of_all, wire), self.root_device)
+        hosts = of_all(wire.hosts)
+        self._mean = mean_by(self.codec, partial(of_all, wire.group), self.root_device)
         bucket_bytes = self.bucket_bytes or bucket_bytes_of(self._module.parameters())
         self._gradients = GradientAverage(self._mean, hosts, self.meet, bucket_bytes, self._where)
         self._equal.join(self._gradients)
@@ -97,7 +96,7 @@ class CompressedStrategy(ReplicaStrategy):
         if scaler is not None or self.nonfinite == "skip":
             self._mean.guard(scale_of(scaler, self.root_device))
         if self.orthogonal is not None:
-            self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire), self.meet)
+            self._owners = Owners(self.optimizers, self.orthogonal, of_all(wire.group), self.meet)
 
     def _where(self) -> tuple[int, int]:
         return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._equal.updates or 0

@@ -2,12 +2,12 @@
 
 `option.Elastic` is what `GossipStrategy(elastic=...)` and `GossipReplicas(elastic=...)` take. It makes an elastic
 `strategy` or one of `pipelines`. Both are a `run`: each worker has its own Trainer, and Lightning sees a single
-`process`. `checks` and `late_tensors` refuse what can't be elastic; `launcher` starts the workers of a machine.
+`process`. `checks` and `late_tensors` refuse settings and tensors; `launcher` starts the workers of a machine.
 
 Steps by which a new worker joins; a worker that hangs prints which of these steps it waits for:
 
     1 sets itself up, finds who began the run     run.ElasticRun, process (waits), wire/joining.Endpoint.founds
-    2 sends heartbeats, is given a donor          wire/lobby_client (thread), plan/member_state (state machine),
+    2 sends heartbeats, gets a donor          wire/lobby_client (thread), plan/member_state (state machine),
                                                   wire/lobby_server, plan/lobby_state at the lobby
     3 fetches everything from the donor           wire/joining.Endpoint.healed (waits), wire/state_transfer
     4 waits for the membership that includes it   wire/joining.Endpoint.begin (waits), for wire/participant.begin;

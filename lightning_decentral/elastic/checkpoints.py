@@ -14,7 +14,7 @@ from lightning_decentral.shared.wire.mean import MeanModel
 
 
 class HeldModel(Protocol):
-    """Interface to a member's model, of which a device may keep a part."""
+    """Interface to a member's model, of which each device may have a part only."""
 
     @property
     def spread(self) -> bool: ...
@@ -24,8 +24,8 @@ class HeldModel(Protocol):
 
 
 class ElasticCheckpoints(Checkpoints):
-    """Writes one file for all workers, as a worker that returns copies its state from a member. Optimizer states in the
-    file are the oldest member's."""
+    """Writes one file for all workers: a worker that starts again copies its state from a member, not from a file of
+    its own. Optimizer states in the file are the oldest member's."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: HeldModel) -> None:
         super().__init__(worker, mean_model)
@@ -53,7 +53,7 @@ class ElasticCheckpoints(Checkpoints):
         return True
 
     def remove(self, filepath: str | Path) -> None:
-        with suppress(FileNotFoundError):  # another worker may have written it
+        with suppress(FileNotFoundError):  # another worker may have written the file
             super().remove(filepath)
 
     def resume(self) -> None:

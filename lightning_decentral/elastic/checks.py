@@ -24,7 +24,7 @@ from lightning_decentral.shared.settings import of_callbacks, of_method, of_opti
 UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": (0,)}
 """{option of GossipStrategy: the values that it may have in an elastic run}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
-"""Settings that may differ among workers: addresses, weights, devices; `dead_after`, which the lobby decides."""
+"""Settings that may differ among workers: addresses, weights, devices; and `dead_after`, which the lobby sets."""
 MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for the largest.
 
 
@@ -57,7 +57,7 @@ def elastic_rule(
             placed.check(one, size, weights, delay)
     except ValueError as error:
         raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
-    # Both ends of a link would have to know the earlier messages.
+    # Both ends of a link would need the earlier messages.
     if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
             f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "
@@ -90,19 +90,19 @@ class JoinCheck:
 
     def __init__(
         self,
-        settings: Mapping[str, str],  # from `settings_of`
-        model: Mapping[str, str],  # from `layout.described`, of the whole model before it was sharded or split
-        present: Mapping[str, str] | None = None,  # from `part_of`, as this device's part was at the start
+        settings: Mapping[str, str],  # this worker's `settings_of`
+        model: Mapping[str, str],  # `layout.described` of the whole model, before it was sharded or split
+        present: Mapping[str, str] | None = None,  # `part_of` this device's part of the model at the start
         part: int = 0,  # index of this device's part among the worker's parts: its stage
     ) -> None:
         self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
         self._part = part
 
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return what a newcomer must have: settings, model, the tensors `present` now in each part of the model, and
-        which parameters are trained."""
+        """Return {name: value} that a newcomer's must equal: settings, model, tensors `present` now in each part of the
+        model, and trained parameters."""
         text = json.dumps([self._settings, self._model, [part["present"] for part in parts]])
-        given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # longer than a frame may be
+        given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # too long for a frame
         return {"given": given, "trained": [part["trained"] for part in parts]}
 
     def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:

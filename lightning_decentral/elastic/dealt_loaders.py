@@ -35,11 +35,11 @@ class Joining:
 
     def loader(self, member: Participant | None, trainer: Trainer, dataloader: object) -> object:
         """Return the loader with this worker's examples; for its first loader the worker joins the run."""
-        if member is None:  # the module asks how many steps there will be
+        if member is None:  # the module asks for the number of steps
             self.planned = batches_of(trainer, dataloader, self._weights)
             return dealt(
                 trainer, dataloader, self.planned, lambda dealing: ().__iter__
-            )  # its length alone is asked for
+            )  # only the length of the loader is asked for
         # The loader's index among the combined loaders, also when they are loaded again.
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
@@ -59,7 +59,7 @@ class Joining:
     def _join(self, member: Participant, trainer: Trainer, dataloader: Any) -> None:
         """Make this worker a member, and set its loops to the run's present round."""
         if member.seed is None:
-            member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the order of its examples
+            member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the examples' order
         self._begin(lambda: self._calendar(member, trainer, dataloader))
         calendar = member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
         assert member.view is not None
@@ -122,7 +122,7 @@ def dealable(dataloader: Any) -> bool:
 def dealt(
     trainer: Trainer,
     dataloader: Any,
-    batches: int,  # of an epoch
+    batches: int,  # batches of an epoch
     dealing: Callable[[Dealing], Callable[[], Iterator[Any]]],  # makes the iterator over example indices
     weight: int = 1,  # multiple of the loader's batch size
 ) -> Any:

@@ -1,4 +1,4 @@
-"""Checks parameters and buffers registered during training: alike on all members (masks bit for bit), or all end.
+"""Checks parameters and buffers registered during training: they must be equal on all members (masks bit for bit).
 
 A mask has no mean. Members with different masks train different models, and the mean model has the oldest's masks.
 The check covers `torch.nn.utils.prune`, parametrizations and hooks that register a buffer alike.
@@ -37,7 +37,7 @@ def refuse_pruning(trainer: Trainer) -> None:
 
 
 class LateTensors:
-    """Watches by torch's hooks what is registered in a module until `close`; a step without news costs nothing."""
+    """Records, by torch's hooks, new tensors of a module until `close`; a step without new ones costs nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -52,7 +52,7 @@ class LateTensors:
             hook.remove()
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> None:
-        # A statistic that each step sets again is no news; a mask that replaces another mask is.
+        # A statistic that each step registers again doesn't count as new; a mask that replaces another mask does.
         statistic = name in module._buffers and not _masks(module, name)
         self._news |= module in self._parts and not statistic
 

@@ -31,7 +31,7 @@ COUNTS = ("ready", "started", "processed", "completed")
 
 
 def refuse_others(parameters: Sequence[Any]) -> None:
-    """Raise a RuntimeError, as an optimizer has lost parameters during training."""
+    """Raise the RuntimeError for an optimizer that has lost parameters during training."""
     raise RuntimeError(
         f"an optimizer has lost some of its {len(parameters)} parameters during training, but members mix them: keep "
         "them in its groups (freeze them with requires_grad_(False)), or train without elastic"

@@ -115,7 +115,7 @@ class ElasticPipeline(ElasticRun):
 
     @property
     def watched_module(self) -> nn.Module:
-        return nn.Module()  # a stage itself refuses tensors that are registered later
+        return nn.Module()  # `Ownership` refuses tensors that are registered later
 
     def parts(self, own: Part) -> Sequence[Part]:
         return [own] if self.wire is None else gather_objects(self.wire.roll, own)

@@ -1,4 +1,4 @@
-"""An elastic worker as Lightning sees it: one process whose rank is its rank by age; and the members' collectives.
+"""An elastic worker as Lightning sees it: a single process, ranked by age among the members; the members' collectives.
 
 The oldest member logs. When it ends, the next oldest continues in the same logger run or folder:
 
@@ -59,7 +59,7 @@ class OneProcess(WorkersStrategy):
         launcher.refuse_restarting_all(cluster, self.devices)
         if STARTER in os.environ:
             self._beside = len(devices)
-            seat = int(os.environ.get(SEAT, "0"))  # the other workers on this machine take the next devices
+            seat = int(os.environ.get(SEAT, "0"))  # other workers on this machine take the following devices
             self.parallel_devices = [devices[seat % len(devices)]]
             self._launcher = launcher.FollowingLauncher(cluster, 1, 1)
         elif self._starts_others:
@@ -86,7 +86,7 @@ class OneProcess(WorkersStrategy):
         super().setup_environment()
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            self.refuse(self._module, fitting=True)  # before others wait for this worker; `setup` sees the whole model
+            self.refuse(self._module, fitting=True)  # before others wait for this one; `setup` has the whole model
             self._group.join_groups()
             self._early = self.comes()
             founds = self._early.founds()
@@ -127,12 +127,12 @@ class OneProcess(WorkersStrategy):
         of_all: Any = rank_zero_only
         of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
 
-    # ---- what Lightning does once for all ---------------------------------------------------------------------------
+    # ---- collectives in place of Lightning's ------------------------------------------------------------------------
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any], of_each: bool = True) -> Any:
-        """`made` of what each device of the members of the moment gives, the oldest first, or each member's first one;
-        of this worker's outside of training. What lies on a device travels from the host, and is there again."""
-        # Whom an exception has taken away nobody meets: the others wait for its round's message meanwhile.
+        """Return `made` of the values of all members' devices (or first devices only), the oldest member first; outside
+        of training, of this worker's values. Tensors travel through the host, and come back to their device."""
+        # After an exception a worker calls no collective: the others still wait for its message of the round.
         given, member = moved(value, torch.device("cpu")), None if self._module.trainer.interrupted else self._member
         calls = None if member is None else member.together if of_each else member.of_members
         found = made([given]) if calls is None else calls(given, made)
@@ -140,16 +140,16 @@ class OneProcess(WorkersStrategy):
         return moved(found, self.root_device) if travelled else found
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Mean over the members' first devices: those of an island have equal parameters, and buffers as under DDP.
-        What isn't floating point is the oldest's."""
+        """Mean over the members' first devices: devices of an island have equal parameters, and buffers as under DDP.
+        Tensors of other than floating type are the oldest member's."""
         means = self.together([tensor.detach() for tensor in tensors], means_of, of_each=False)
         return [mean.clone() for mean in means]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for nobody: what is needed of others is asked for."""
+        """Do nothing: values of other members are awaited where they are needed."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the oldest member's object (in set-up the founder's); one that can't be sent is returned unchanged."""
+        """Return the oldest member's object (in set-up the founder's); return `obj` where that can't be sent."""
         if self._member is None and self._early is not None:
             return self._early.as_founded(obj)
         return self.together(obj, first_of) if plain("", obj) else obj
@@ -170,7 +170,7 @@ class OneProcess(WorkersStrategy):
         return bool(min(given) if all else max(given))
 
 
-KEPT = "_version", "_run_id", "_experiment_key"  # Attributes in which Lightning's loggers but W&B's keep their version.
+KEPT = "_version", "_run_id", "_experiment_key"  # Where Lightning's loggers, except W&B's, keep their version.
 
 
 def began(trainer: Trainer) -> list[Any]:

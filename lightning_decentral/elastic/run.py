@@ -126,7 +126,7 @@ class ElasticRun(WatchedProcess):
             refuse_pruning(self._module.trainer)
 
     def setup_environment(self) -> None:
-        workers = self._beside or self.elastic.workers[1]  # with which the run begins if all are started
+        workers = self._beside or self.elastic.workers[1]  # members of the first view if all are started
         self._joining = Joining(self.elastic.weight, workers * self.batches, self._begin)
         super().setup_environment()
 
@@ -138,7 +138,7 @@ class ElasticRun(WatchedProcess):
         if len(self.optimizers) != 1:
             raise ValueError(f"elastic runs need one optimizer, this module has {len(self.optimizers)}")
         if self._joining.planned:
-            trainer.fit_loop._combined_loader = None  # Lightning makes it again when the members are known
+            trainer.fit_loop._combined_loader = None  # the loader is made again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
@@ -210,7 +210,7 @@ class ElasticRun(WatchedProcess):
         if state is not None:
             member.learn(state["run"])
             loops.restored(trainer, state)
-            if "given" in state:  # it may have changed since this worker was healed
+            if "given" in state:  # may have changed since this worker fetched it
                 if refused := self._given.refuses(state):
                     raise ValueError(refused)
                 self._given.thaw(self._module, state)
@@ -223,7 +223,7 @@ class ElasticRun(WatchedProcess):
             member.calendar = calendar()
         if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
-        member.knows()  # else it would pass on a history with gaps
+        member.knows()  # otherwise it would send a history with gaps
         return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
 
     def on_train_start(self) -> None:
@@ -243,7 +243,7 @@ class ElasticRun(WatchedProcess):
         if self._updates is not None and member.live:
             self._updates.moved.batch(last=batch_idx == 0)  # the batch before this one
         if not member.live:
-            member.live = True  # only from now on all members call the same collectives
+            member.live = True  # from now on all members call the same collectives
             step = member.calendar.step(member.round)  # Lightning counts a restart within an epoch as one
             self._module.trainer.fit_loop.epoch_loop._batches_that_stepped = step
         elif member.next_round > member.round:

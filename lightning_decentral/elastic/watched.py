@@ -1,4 +1,4 @@
-"""What callbacks read of an elastic worker: its settings as text, the traffic of its rounds, and the members."""
+"""Values that callbacks read from an elastic worker: settings as text, traffic of its rounds, and the members."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ from lightning_decentral.shared.wire.fsdp import local
 
 
 class WatchedProcess(OneProcess):
-    """Interface for callbacks like `GossipStrategy`'s, about the current members."""
+    """The attributes and methods of `GossipStrategy` that callbacks use, for the current members."""
 
     topology: Topology
     weights: Weights
@@ -75,7 +75,7 @@ class WatchedProcess(OneProcess):
         """Do nothing: `advance` follows."""
 
     def mixed(self) -> list[Mixed]:
-        # The run's round: a device may leave mixing to the worker's first device.
+        # The run's round, not the mixer's: the first device may mix for this one.
         return [(self._member.round, self.counted())] if self._member else []
 
     def mean_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -84,7 +84,7 @@ class WatchedProcess(OneProcess):
     def _mean_and_carried(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the means of `tensors`, then the oldest member's `carried` tensors (sent as bytes; no mean)."""
         as_bytes = [t.detach().contiguous().view(-1).view(torch.uint8) for t in carried]  # integers have no mean
-        found = self.mean_of([*tensors, *as_bytes])  # one meeting for both
+        found = self.mean_of([*tensors, *as_bytes])  # one collective for both
         values = zip(found[len(tensors) :], carried, strict=True)  # (bytes,) each
         return [*found[: len(tensors)], *(value.view(t.dtype).view(t.shape) for value, t in values)]
 
@@ -99,7 +99,7 @@ class WatchedProcess(OneProcess):
         (least, most), size = self.elastic.workers, len(self.members)
         who = f"{size} member{'s' * (size > 1)} of {least} to {most} on {self.topology!r}"
         messages = f"{type(self.codec).__name__ if self.codec.encodes else 'uncompressed'} messages"
-        together = max(size, 2)  # one alone sends nothing
+        together = max(size, 2)  # a single member sends nothing
         copies = copies_sent(self.topology.placed(1), self.weights, 0, together, Cliques.PEERS)
         message, parameters = coded_bytes(self.codec, self.counted()), sum(p.nbytes for p in self.counted())
         sent = traffic(copies * message * self.combine.form.copies, parameters, together)

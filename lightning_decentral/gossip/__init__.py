@@ -1,10 +1,10 @@
 """Decentralized data-parallel training by gossip: neighbours average parameters instead of all workers their gradients.
 
 `strategy` runs gossip under Lightning's Trainer, with `island` for workers of several devices, and `fabric` under
-Fabric. `mixer_builder` checks what goes together and makes mixers. `summary` describes the settings at the start, with
-bytes per step and per network card; `callbacks` and `report` log the run. Below: `plan` (communication graphs, without
-torch), `compute` (update rules on tensors), `wire` (messages; `wire/assembly` draws a whole round). Codecs are in
-`shared/compute/codec`. Public: all names below.
+Fabric. `mixer_builder` checks that the settings fit together, and makes the mixers. `summary` describes the settings at
+the start, with bytes per step and per network card; `callbacks` and `report` log the run. Below: `plan` (communication
+graphs, without torch), `compute` (update rules on tensors), `wire` (messages; `wire/assembly` draws a whole round).
+Codecs are in `shared/compute/codec`. Public: all names below.
 
 Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` and,
 in cliques, `wire/assembly` count what is sent, by device.

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_decentral.gossip.report import StartSummary as StartSummary  # as pickles of 0.2.0 name it
+from lightning_decentral.gossip.report import StartSummary as StartSummary  # its name in pickles of version 0.2.0
 from lightning_decentral.gossip.summary import Monitored
 from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.shared.compute.device import AsyncRead
@@ -26,7 +26,7 @@ from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 KEPT_LOSSES = 8
 FIRST, OFTEN, SELDOM = 200, 10, 50  # The consensus error is measured every 10 steps in the first 200, then every 50.
 NOTHING: Mapping[str, float] = {}
-SEEN = 0.0005  # the bar has three digits: what is less would be a line of 0.000
+SEEN = 0.0005  # the progress bar shows three digits: smaller values would stand there as 0.000
 
 
 class _EveryNSteps(Callback, ABC):
@@ -104,7 +104,7 @@ class CommunicationMonitor(_EveryNSteps):
         # A strategy's counters start anew with every fit.
         super().on_train_start(trainer, pl_module)
         self._before, self._seconds = Traffic(), 0.0
-        self._shows_waiting = False  # From when there was some: then also 0, or the bar would keep what was.
+        self._shows_waiting = False  # From the first value over 0 on: then 0 too, or the bar would keep the old one.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._began = time.monotonic()
@@ -182,7 +182,7 @@ class WorkerLossMonitor(_EveryNSteps):
             self._read()
             self._arriving = _log_step(trainer), AsyncRead(torch.stack(self._losses).mean())
             self._losses = []
-            if self._arriving[1].on_host:  # a device's is read at the next row: to ask now would empty its queue
+            if self._arriving[1].on_host:  # a device's is read at the next row: the host would wait for it now
                 self._read()
         self._share(trainer)
 

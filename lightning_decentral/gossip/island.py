@@ -116,7 +116,7 @@ class AllReduce(Island):
             )
 
     def join(self, wire: Wire, device: torch.device, meet: Meet) -> IslandMember:
-        from lightning_decentral.gossip.wire.hierarchical import Averaging  # no other run reads it
+        from lightning_decentral.gossip.wire.hierarchical import Averaging  # named only where it isn't the default
 
         return Averaging(wire, self.devices, device, meet, self.bucket_bytes, self.codec)
 

@@ -61,18 +61,18 @@ class MixerBuilder:
     """Builds one worker's mixers from the settings, its connections and its island."""
 
     plan: GossipPlan
-    wire: Wire  # to the other workers' devices
-    member: IslandMember  # this device's part in its island
+    wire: Wire  # connection to the other workers' devices
+    member: IslandMember  # this device as a member of its island
     device: torch.device
-    module: nn.Module  # whose parameters are mixed
-    layout: ModelLayout = field(default_factory=ModelLayout)  # of the parameters when the workers were compared
+    module: nn.Module  # the model whose parameters are mixed
+    layout: ModelLayout = field(default_factory=ModelLayout)  # layout of the parameters when workers were compared
 
     def making(
         self, exact_steps: int = 0, meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
     ) -> MixerFactory:
-        """Return the factory that the run's `Mixers` make mixers with; `meet`: x <- the mean as it is evaluated."""
+        """Return the factory that the run's `Mixers` make mixers with; `meet`: sets x to the mean that is evaluated."""
         own, world = (self.mixers, self.pack, self.of_states), self.wire.world
-        # Not by a strategy's `mean_of`, which counts as one of Lightning's collectives: this one is a round.
+        # Not by a strategy's `mean_of`, which would be counted as one of Lightning's collective calls, not as a round.
         mean = partial(self.member.mean_of_sound, world=world)
         alike = partial(self.member.alike, take=partial(start_from_worker_0, over=world, device=self.device))
         return MixerFactory(*own, exact_steps, mean, self.layout, alike, meet)

@@ -139,7 +139,7 @@ class Report(Callback):
             console.print(line, soft_wrap=True, highlight=False)
 
 
-# ---- what is measured -------------------------------------------------------------------------------------------
+# ---- measurements -----------------------------------------------------------------------------------------------
 
 
 def _outcome(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _own_score(trainer: Trainer, pl_module: LightningModule) -> float:
     return total / examples if examples else UNKNOWN
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------------
+# ---- tables ------------------------------------------------------------------------------------------------------
 
 
 def _table(result: Mapping[str, Any], trainer: Trainer, pl_module: LightningModule) -> Table:

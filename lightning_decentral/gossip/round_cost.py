@@ -42,8 +42,8 @@ WARM_UP, REPEATS = 17, 14  # rounds 1, 2, 4, 8, 16, ... also measure the codec's
 ROUNDS = len(CODECS) * 4 * (WARM_UP + REPEATS)  # Largest number of rounds measured on a CPU.
 ELEMENT_BYTES = 4  # float32
 SMALL_BYTES = 64 * 2**10
-HOST_BYTES = 4 * 2**20  # of a message; larger ones cost in proportion
-DEVICE_SHARE = 16  # of the free memory of a device, where launching costs more than a small message
+HOST_BYTES = 4 * 2**20  # bytes of a message; larger messages cost in proportion
+DEVICE_SHARE = 16  # share of a device's free memory, as launching kernels costs more than a small message
 LONGEST = timedelta(seconds=60)
 
 

@@ -1,4 +1,4 @@
-"""Islands of several devices (FSDP) under Lightning: what is refused, and how their models are saved and restored."""
+"""Islands of several devices (FSDP) under Lightning: checks of the module, saving and restoring sharded models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ def joined(island: Island, strategy: "OnIsland", wire: Wire) -> IslandMember:
 
 
 def refuse_unsharded(island: Island, module: LightningModule, callbacks: list[Callback], precision: Precision) -> None:
-    """Raise ValueError for what would silently compute wrong results on sharded parameters."""
+    """Raise ValueError for modules and callbacks that would silently compute wrong results on sharded parameters."""
     if island.shards == 1:
         return
     if isinstance(island, FullyShard) and island.param_dtype:
@@ -192,8 +192,7 @@ def _grad_norm(
 
 
 def sharded_state(optimizer: Optimizer, state: dict[str, Any], own: bool) -> dict[str, Any]:
-    """Shard a saved optimizer state: moments as their parameters are. `own`: the state is this device's shard
-    already."""
+    """Shard a saved optimizer state: moments as their parameters are. `own`: the state is a shard already."""
 
     def placed(value: Any, parameter: nn.Parameter) -> Any:
         if not isinstance(value, Tensor) or value.dim() != parameter.dim():

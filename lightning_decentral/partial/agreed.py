@@ -29,7 +29,7 @@ from lightning_decentral.shared.compute.buckets import check_bucket_bytes
 from lightning_decentral.shared.introduction import of_all_reduce, traffic
 from lightning_decentral.shared.wire.meeting.notices import is_loss
 
-STEPS = 10_000  # steps searched for what the assignment ever trains; a change may come late
+STEPS = 10_000  # steps searched for changes of the trained segments, which may come late
 ROWS = 8
 
 
@@ -92,7 +92,7 @@ def wished(cuts: Cuts, saved: Mapping[str, Any] | None) -> Cuts:
 
 
 def remembered(driver: DepthController, cuts: Cuts) -> dict[str, Any]:
-    """State for a checkpoint: the cuts, and the `cuts` option as text."""
+    """Return state for a checkpoint: the cuts, and the `cuts` option as text."""
     return {"wish": _text(cuts), "boundaries": list(driver.plan.boundaries)}
 
 
@@ -122,7 +122,7 @@ def described(driver: DepthController, network: str) -> str:
 
 def _rows(driver: DepthController) -> Iterator[str]:
     assignment, size, warm_up = driver.assignment, driver.place.size, int(driver.assignment.warm_up)
-    # The first step of the warm-up; then steps densely at first and sparsely later.
+    # Steps to show: the first of the warm-up, then many early ones and fewer later ones.
     steps = {0, *(warm_up + step for step in (*range(100), *range(100, STEPS, 97)))}
     trained = {assignment.trained(rank, size, step, driver.plan.segments) for step in steps for rank in range(size)}
     kinds = sorted(trained, key=lambda own: (-len(own), own))
@@ -146,7 +146,7 @@ def _rows(driver: DepthController) -> Iterator[str]:
 
 
 def refuse_unserved(module: LightningModule) -> None:
-    """ValueError for modules with a backward other than Lightning's: when their gradients are complete is unknown."""
+    """Raise ValueError for a backward other than Lightning's, as it's unknown when its gradients are complete."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(

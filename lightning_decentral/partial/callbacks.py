@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -25,21 +25,11 @@ from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import Cuts, search
 from lightning_decentral.partial.plan.cost import Balance, compute_fraction, memory_fraction, saved_bytes
 from lightning_decentral.partial.plan.depth import DepthAssignment, Temporal
+from lightning_decentral.partial.strategy import PartialBackpropStrategy
 from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
 from lightning_decentral.shared.plan.arguments import at_least, checked
-
-
-@runtime_checkable
-class Partial(Protocol):
-    """Interface of a strategy with cuts, for the callbacks that watch it."""
-
-    driver: DepthController | None  # the cuts in use, from the first batch on
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes of gradients that this worker sent since fit began."""
 
 
 @checked
@@ -73,7 +63,7 @@ class PartialBackpropMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         strategy = trainer.strategy
-        if isinstance(strategy, Partial) and strategy.driver is not None:
+        if isinstance(strategy, PartialBackpropStrategy) and strategy.driver is not None:
             self._depth = strategy.driver.depth(trainer.global_step)  # when the batch ends, global_step has increased
         self._watch.start()
 
@@ -86,10 +76,12 @@ class PartialBackpropMonitor(Callback):
         before, self._step = self._step, trainer.global_step
         strategy = trainer.strategy
         due = self._step // self.every_n_steps > before // self.every_n_steps
-        if due and isinstance(strategy, Partial) and strategy.driver is not None:
+        if due and isinstance(strategy, PartialBackpropStrategy) and strategy.driver is not None:
             self._log(trainer, pl_module, strategy, strategy.driver)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule, strategy: Partial, driver: DepthController) -> None:
+    def _log(
+        self, trainer: Trainer, pl_module: LightningModule, strategy: PartialBackpropStrategy, driver: DepthController
+    ) -> None:
         steps, seconds, sent = self._step - self._logged, self._watch.seconds(), strategy.sent_bytes
         metrics = {
             "partial/depth": float(self._depth),
@@ -118,7 +110,10 @@ class PartialBackpropTable(PartialBackpropMonitor):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         if not (
-            trainer.is_global_zero and isinstance(strategy, Partial) and strategy.driver is not None and self._rows
+            trainer.is_global_zero
+            and isinstance(strategy, PartialBackpropStrategy)
+            and strategy.driver is not None
+            and self._rows
         ):
             return
         table = Table("depth", "steps", "backward", "saved", "sent", "compute, predicted")
@@ -174,7 +169,7 @@ class PartialBackward(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         refuse_unserved(pl_module)
         # A wrapped model (DDP) averages by itself, also over workers without a gradient.
-        if isinstance(trainer.strategy, Partial) or trainer.strategy.model is not pl_module:
+        if isinstance(trainer.strategy, PartialBackpropStrategy) or trainer.strategy.model is not pl_module:
             name = type(trainer.strategy).__name__
             raise ValueError(
                 f"PartialBackward leaves gradients to each worker, but {name} averages them over all: "

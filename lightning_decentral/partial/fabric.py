@@ -29,7 +29,8 @@ from lightning_decentral.shared.fabric.loop import LOOK_STEPS
 from lightning_decentral.shared.fabric.strategy import FabricWorkers
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.updates import GradientCheck, NonFinite
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.transport import of_all
 
 
 class CutModule(nn.Module):
@@ -107,7 +108,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
             raise ValueError(f"{self.depth} asks for unequal batches, which only a Trainer can give: use Staircase")
         self._module = module
         self._equal.begin(
-            module, None if self.wire is None else of_all(self.wire), self._group.layouts, lambda: self.optimizers
+            module, None if self.wire is None else of_all(self.wire.group), self._group.layouts, lambda: self.optimizers
         )
         return CutModule(module, self._cut)
 

@@ -34,8 +34,8 @@ from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.replica_strategy import ReplicaStrategy
 from lightning_decentral.shared.updates import GradientCheck, NonFinite, Unfollowed
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 KEY = "partial_backprop"
 
@@ -111,7 +111,7 @@ class PartialBackpropStrategy(ReplicaStrategy):
         """Prepare the update; the cuts are found at the first batch."""
         refuse_unserved(self._module)
         self._equal.begin(
-            self._module, None if wire is None else of_all(wire), self._group.layouts, lambda: self.optimizers
+            self._module, None if wire is None else of_all(wire.group), self._group.layouts, lambda: self.optimizers
         )
 
     def _find_cuts(self, *batch: Any, **kwargs: Any) -> DepthController:

@@ -2,11 +2,11 @@
 
 `strategy` binds it to Lightning; its parts are `stage_layout`, `stage_gradients`, `users_step`, `totals` and
 `checkpoint`; `report` is what users watch. Below: `plan` (schedules and slices: values without torch), `compute`
-(what a stage does), `wire` (what stages send). Public: all names below.
+(what a stage computes), `wire` (what stages send). Public: all names below.
 
 A stage with a wrong gradient: `compute.stage` and `compute.weight_grad`, then `compute.kv_cache` (slices),
-`wire.stage_runner` (tied weights), `wire.executor` (what arrives), `stage_gradients` (whose they become, averages over
-replicas), `users_step` (the loss).
+`wire.stage_runner` (tied weights), `wire.executor` (what arrives), `stage_gradients` (which optimizer gets them,
+averages over replicas), `users_step` (the loss).
 """
 
 from typing import TYPE_CHECKING

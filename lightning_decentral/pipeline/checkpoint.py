@@ -32,11 +32,8 @@ WHOLE = ("state_dict", STATES, KEY)
 
 
 class PipelineCheckpoints(Checkpoints):
-    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state.
-
-    Attributes:
-        layout: which stage owns which parameter.
-    """
+    """Save and load one plain file of the whole model and, where pipelines drift, each worker's own state. `layout`:
+    which stage has which parameter."""
 
     def __init__(
         self, worker: "strategy.TokenPipelineStrategy", mean_model: MeanModel, join_groups: Callable[[], Wire | None]
@@ -75,12 +72,12 @@ class PipelineCheckpoints(Checkpoints):
         assert self.layout is not None
         mine: dict[str, Any] = {"random": worker_state.random_state() if STATES in checkpoint else None}
         if self._stage.pipeline == 0:  # the other entries come from the first pipeline
-            states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # none: weights only
+            states = zip(self._stage.optimizers, checkpoint.get(STATES, ()), strict=False)  # no optimizer: weights only
             # On the host: no device must have room for the whole model.
             mine["state_dict"] = {key: value.detach().cpu() for key, value in checkpoint["state_dict"].items()}
             order = self.layout.order
             mine["optimizers"] = [ownership.optimizer_part(o, state, order) for o, state in states]
-        wire = self._join_groups()  # again, after the fit
+        wire = self._join_groups()  # merged again, after the fit
         if STATES in checkpoint and wire is not None:
             every = gather_objects(wire.roll, [ownership.settings_of(o) for o in self._stage.optimizers])
             # Other pipelines may have other learning rates.
@@ -109,7 +106,7 @@ class PipelineCheckpoints(Checkpoints):
     # ---- load ---------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Load the file, and keep separately what only a pipeline of the same size can use."""
+        """Load the file; entries that only a pipeline of the same size can use are kept separately."""
         checkpoint = self._reading.read_together(path, weights_only)
         known = checkpoint.get(KEY, {})
         same = known.get("stages") == self._stage.num_stages and len(known.get("random", ())) == self._worker.world_size

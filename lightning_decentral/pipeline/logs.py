@@ -58,7 +58,7 @@ class Logs:
         return result["loss"]
 
     def _take(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        given = CALL.bind(None, *args, **kwargs).arguments  # whatever is passed by position
+        given = CALL.bind(None, *args, **kwargs).arguments  # arguments passed by position
         name, value = given["name"], given["value"]
         if isinstance(value, Metric):
             raise ValueError(
@@ -71,12 +71,9 @@ class Logs:
         self.values[microbatch].append(torch.as_tensor(value).detach().clone().reshape(()))
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """List each logged value's column: its values for all micro-batches.
-
-        Raises:
-            ValueError: the step logs different names for two micro-batches.
-        """
-        names = [[logged.name for logged in calls] for calls in self._calls]
+        """List each logged value's column: its values for all micro-batches. ValueError: the step logs different names
+        for two micro-batches."""
+        names = [[name for name, _ in calls] for calls in self._calls]
         odd = next((row for row in names if row != names[-1]), names[-1])
         if odd != names[-1]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Refuses what a token pipeline can't train, at set-up. Short: no step needs this module."""
+"""Checks at set-up that a token pipeline can train the module and its callbacks. Short: no step needs this module."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ CALLBACKS: dict[type[Callback], str] = {
 
 
 def check_depth(stages: int, partition: Partition, module: LightningModule) -> None:
-    """ValueError if the model has fewer blocks than stages, or the partition doesn't fit; unknown depths pass."""
-    # What hooks build or change isn't there before the processes start: `prepare` counts the blocks then.
+    """Raise ValueError if the model has fewer blocks than stages, or the partition doesn't fit; unknown depths pass."""
+    # Hooks may build or change the model after the processes have started: `prepare` then counts the blocks.
     if any(is_overridden(hook, module) for hook in ("configure_model", "setup", "prepare_data")):
         return
     blocks = len(module.pipeline_stages().loads()[0]) if isinstance(module, Staged) else depth(module)
@@ -35,7 +35,7 @@ def check_depth(stages: int, partition: Partition, module: LightningModule) -> N
 
 
 def refuse_unserved(module: LightningModule) -> None:
-    """ValueError for manual optimization and for callbacks that need the whole model on one device."""
+    """Raise ValueError for manual optimization and for callbacks that need the whole model on one device."""
     if not module.automatic_optimization:
         raise ValueError("a token pipeline runs the backward itself: set automatic_optimization = True")
     for callback in callbacks_of(module.trainer):
@@ -45,7 +45,7 @@ def refuse_unserved(module: LightningModule) -> None:
 
 
 def refuse_replaced(gossiping: bool) -> None:
-    """ValueError for new optimizers in the middle of a fit whose pipelines gossip: the mixer knows the former ones."""
+    """Raise ValueError for optimizers replaced within a fit whose pipelines gossip: the mixer keeps the former ones."""
     if gossiping:
         raise ValueError(
             "setup_optimizers ran in the middle of a fit, but pipelines that gossip keep the former optimizers. Save a "

@@ -37,11 +37,8 @@ Gradients = list[Tensor | None]
 
 
 def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.device) -> Pipelined:
-    """Return the model that is cut into stages, to be trained on this kind of device.
-
-    Raises:
-        ValueError: the model can't be cut along tokens, but a slicing other than the default was given.
-    """
+    """Return the model that is cut into stages, to be trained on this kind of device. ValueError: the model can't be
+    cut along tokens, but a slicing other than the default was given."""
     model = module.pipeline_stages() if isinstance(module, Staged) else find(module, device)
     if not model.sliceable and slicing not in (None, Planned(), Uniform(1)):
         raise ValueError(
@@ -53,17 +50,7 @@ def pipelined(module: LightningModule, slicing: Slicing | None, device: torch.de
 
 
 class StageTraining:
-    """Trains one stage of the pipeline on this worker.
-
-    Args:
-        slicing: where sequences are cut; None: `Planned()`. A model without tokens has one slice.
-        summary: the plan as text, logged on worker 0 for each new plan.
-
-    Attributes:
-        average: turns this stage's gradients into those that the optimizer gets; collective over replicas.
-        spans: when each action of the latest step computed.
-        seconds: of the latest step's forward and backward on this stage, including waits.
-    """
+    """Trains one stage of the pipeline on this worker."""
 
     def __init__(
         self,
@@ -72,16 +59,17 @@ class StageTraining:
         holdings: Ownership,
         plans: SlicePlanner,
         *,
-        slicing: Slicing | None,
-        summary: Callable[[], Mapping[str, str]],
+        slicing: Slicing | None,  # where sequences are cut; None: `Planned()`. A model without tokens has one slice
+        summary: Callable[[], Mapping[str, str]],  # the plan as text, logged on worker 0 for each new plan
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._summary = module, plans, summary
+        # Turns this stage's gradients into those that the optimizer gets; collective over replicas.
         self.average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients] = Bond().gradients
         self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)
-        self.spans: dict[Action, Span] = {}
-        self.seconds = 0.0
+        self.spans: dict[Action, Span] = {}  # when each action of the latest step computed
+        self.seconds = 0.0  # of the latest step's forward and backward on this stage, including waits
         blocks = pipe.place.stop_block - pipe.place.first_block
         held = f"{blocks} blocks, {sum(p.numel() for p in holdings.kept):,} parameters"
         plans.stages = pipe.gather(held)
@@ -90,16 +78,13 @@ class StageTraining:
         self, precision: Precision, microbatches: int, wire: Wire | None, args: Any, kwargs: Any
     ) -> Tensor | dict[Any, Any]:
         """Run the whole forward and backward; the returned loss passes the gradients to Lightning's own backward.
-
-        Args:
-            wire: of all workers of all pipelines, which take equal slices.
-        """
+        `wire`: of all workers of all pipelines, which take equal slices."""
         roll = None if wire is None else wire.roll
         scaler = precision.scaler if isinstance(precision, MixedPrecision) else None
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         step = TrainingStep(self.pipe, self._module, self._logs, microbatches, scale)
         every = [p for p in self.holdings.order if p in self.holdings.kept]
-        before = [p.grad for p in every]  # of accumulated batches, put back below
+        before = [p.grad for p in every]  # gradients of accumulated batches, put back below
         for parameter in every:
             parameter.grad = None  # so that only this batch's gradients are divided and averaged
         with precision.train_step_context(), closing(step):
@@ -115,7 +100,7 @@ class StageTraining:
                     f"activations=Recompute(), or fewer blocks on this stage ({'; '.join(self._plans.stages)})"
                 ) from error
             self.seconds = time.perf_counter() - begin
-        trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some before its call
+        trained = [p for p in every if p.requires_grad]  # only now: the step may have thawed some
         own = [p.grad for p in trained if p.grad is not None]
         result, others = step.conclude(own, self.holdings)
         for parameter, gradient in zip(trained, self.average([p.grad for p in trained], trained), strict=True):

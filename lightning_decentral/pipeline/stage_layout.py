@@ -18,18 +18,13 @@ from lightning_decentral.shared.wire.transport import Disjoint, Message, Transpo
 class StageLayout:
     """Worker w is stage w % P of pipeline w // P.
 
-    Args:
-        stages: P.
-        workers: number in all pipelines.
-        per_node: workers that share a node.
-
     Raises:
         ValueError: the number of workers isn't a multiple of the stages.
     """
 
-    stages: int
-    workers: int
-    per_node: int
+    stages: int  # P
+    workers: int  # number in all pipelines
+    per_node: int  # workers that share a node
 
     def __post_init__(self) -> None:
         if self.workers % self.stages:

@@ -47,7 +47,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     The LightningModule stays unchanged: its step calls one model once. Worker w is stage w % P of pipeline w // P.
 
     Args:
-        stages: number in one pipeline; by default all workers are one pipeline.
+        stages: number of stages in one pipeline; by default all workers are one pipeline.
         slicing: where sequences are cut; `Planned()` measures; `Uniform(1)` for a model without a token axis.
         schedule: the order of a stage's chunks (a chunk: one slice of one micro-batch).
         partition: which blocks of the model each stage gets.
@@ -55,8 +55,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         activations: `Keep()` them, or `Recompute()` them in the backward pass.
         boundary: how hidden states and their gradients are sent; only `ExactActivations()` is exact.
         replicas: how equal stages of several pipelines train: `AverageGradients()`, or `gossip.GossipReplicas()`.
-        nonfinite: what a step with NaN or infinity in its gradients does: "stop" training, or "skip" the update.
-        **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
+        nonfinite: what happens when gradients hold NaN or infinity: "stop" ends the training, "skip" leaves the update
+        out. **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
 
     Raises:
         ValueError: unknown options; at set-up, workers that aren't a multiple of the stages, a model that can't be cut.
@@ -89,7 +89,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         self.activations, self.boundary = activations or Keep(), boundary or ExactActivations()
         self.replicas, self.bond = replicas or AverageGradients(), Bond()
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)
-        self.plans = SlicePlanner(self.schedule, microbatches)  # by what was measured
+        self.plans = SlicePlanner(self.schedule, microbatches)  # from measured costs
         self.checkpoints = PipelineCheckpoints(self, self.mean_model, self._group.join_groups)
         self.evaluation = StageEvaluation(self)
         self.followed = Unfollowed(self._replaced)
@@ -155,7 +155,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (wire := self._group.join_groups()) is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
-            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # the others: drawn alike
+            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # others: drawn alike
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
@@ -169,7 +169,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         pipe = StageRunner(model, place, over, edges, device=self.root_device, hosts=hosts, **options)
         self._stage = StageTraining(module, pipe, holdings, self.plans, slicing=self.slicing, summary=self.summary)
         self.health.look(module.buffers())
-        self.model_to_device()  # only now: a device needs room for its stage alone
+        self.model_to_device()  # only now: the device needs memory for its stage alone
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         refuse_replaced(self._totals is not None and self.drifts)

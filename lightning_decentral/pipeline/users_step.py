@@ -27,11 +27,8 @@ MOVING = ("transfer_batch_to_device", "on_after_batch_transfer")  # The user's h
 
 
 class TrainingStep:
-    """Runs a training step, from the user's batch to gradients in `.grad`.
-
-    Args:
-        scale: factor of the loss before its backward, for half precision.
-    """
+    """Runs a training step, from the user's batch to gradients in `.grad`. `scale`: factor of the loss before its
+    backward, for half precision."""
 
     def __init__(self, pipe: StageRunner, module: LightningModule, logs: Logs, microbatches: int, scale: float) -> None:
         self._pipe, self._module, self._logs = pipe, module, logs
@@ -97,7 +94,7 @@ class TrainingStep:
     def _weight(self, count: TargetCount, loss: Tensor) -> Tensor:
         """Weight of a micro-batch's loss within the batch's loss: a scalar, float64."""
         if len(self.calls) == 1:
-            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whatever mean it is
+            return torch.ones((), dtype=torch.float64, device=loss.device)  # the loss itself, whichever mean
         targets = count.targets(loss)
         if targets is None:
             raise ValueError(
@@ -109,24 +106,18 @@ class TrainingStep:
         return targets.double() / sum(call.inputs.shape[0] * self._pipe.model.length(call) for call in self.calls)
 
     def conclude(self, gradients: Sequence[Tensor], holdings: Ownership) -> tuple[Tensor, dict[Any, Any]]:
-        """Share the step's outcome with all stages, log its values, and scale the gradients in place. Collective.
+        """Share the step's outcome with all stages, log its values, and scale this stage's gradients, of losses
+        weighted by all positions, in place. Collective.
 
-        Hosts exchange what they know, devices what they have computed: no host waits for its own device, except for the
-        batch that this step began with.
+        Hosts exchange checksums and counts, devices their computed values: no host waits for its own device, except for
+        the batch that this step began with.
 
-        Args:
-            gradients: this stage's, of losses weighted by all positions.
-
-        Returns:
-            The batch's loss, a scalar on the device, and what the step returned in addition; None for values that this
-            stage doesn't know.
-
-        Raises:
-            ValueError: the stages read different batches, or the step gave the model different inputs on two stages.
-            RuntimeError: a parameter that stands on several stages is trained on some of them only.
+        Returns the batch's loss, a scalar on the device, and what the step returned in addition; None for values that
+        this stage doesn't know. ValueError: the stages read different batches, or the step gave the model different
+        inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only.
         """
         pipe, logs = self._pipe, self._logs
-        # checksum, signature (a CRC), number of values, what is trained
+        # checksum, signature (a CRC), number of values, flags of trained parameters
         known = torch.cat([torch.zeros(KNOWN, dtype=torch.float64), holdings.flags()])
         known[0] = checksum([tensor.read() for tensor in self._inputs])
         row = torch.zeros(FIXED + LOGGED, dtype=torch.float64, device=pipe.device)  # loss, factor, finite, values
@@ -147,7 +138,7 @@ class TrainingStep:
         return last[0], others
 
     def _refuse_unlike(self) -> None:
-        """ValueError that states why the model's inputs differ between the stages. Collective."""
+        """Raise ValueError that states why the model's inputs differ between the stages. Collective."""
         batch = [tensor.detach().cpu() for tensor in tensors_in(self._parts)]
         batches = rows_of(torch.tensor([checksum(batch)], dtype=torch.float64), self._pipe.hosts)
         if len(set(batches[:, 0].tolist())) > 1:

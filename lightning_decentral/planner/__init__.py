@@ -1,6 +1,6 @@
-"""Predicts what pays before it is trained: forecasts of all methods on a measured network (`lightning-decentral plan`).
+"""Predicts which training method is fastest: forecasts of all methods on a measured network, for the command `plan`.
 
-`candidates` are what is compared, `compare` does it, also on other clusters, `show` prints it;
+`candidates` lists the methods to compare, `compare` compares them, also on other clusters, `show` prints the result;
 `block_profile` and `network` measure a model and a network. Below: `plan`. Public: the commands, and `placement` and
 `host_links` of `plan`.
 """

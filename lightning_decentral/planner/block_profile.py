@@ -1,7 +1,7 @@
-"""Profiling a training step block by block: seconds of forward, backward and update, bytes held, saved and handed on.
+"""Profiles a training step block by block: seconds of forward, backward and update; bytes of each.
 
 seconds(block) = median over passes (`shared.compute.block_cost`) of its forward and of its backward
-update(block)  = seconds of the whole update * (its update alone) / (sum over blocks of theirs alone)
+update(block)  = seconds of the whole update * (its update alone) / (sum over blocks of their updates alone)
 products_per_second = operations of Newton-Schulz on the hidden matrices / its seconds, median over repeats
 """
 
@@ -28,20 +28,13 @@ WARM_UP_TURNS, TURNS = 1, 3  # Timed calls of Newton-Schulz.
 
 def measure_blocks(
     root: nn.Module,
-    names: Sequence[str],
-    run: Run,
-    optimizers: Sequence[Optimizer],
+    names: Sequence[str],  # modules at whose inputs a block ends and the next begins (`partial.joints`)
+    run: Run,  # runs one forward and returns its loss
+    optimizers: Sequence[Optimizer],  # their moments change in the measurement, the weights don't
     device: torch.device,
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[], None] = lambda: None,  # called after each of `WARM_UP + REPEATS` passes
 ) -> tuple[BlockCost, ...]:
-    """Measure the blocks of a training step, from the inputs to the loss; one block without names.
-
-    Args:
-        names: modules at whose inputs a block ends and the next begins (`partial.joints`).
-        run: runs one forward and returns its loss.
-        optimizers: optimizers of the parameters; their moments change in the measurement, the weights don't.
-        done: called after each of `WARM_UP + REPEATS` passes.
-    """
+    """Measure the blocks of a training step, from the inputs to the loss; one block without names."""
     members = _members(root, names, run, device)
     costs = measure(root, names, [parameter_bytes(parameters) for parameters in members], run)
     passes = [_pass(root, names, run, device, done) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
@@ -76,7 +69,7 @@ def _members(root: nn.Module, names: Sequence[str], run: Run, device: torch.devi
     members: list[list[nn.Parameter]] = [[] for _ in range(len(names) + 1)]
     found = BlockPass(root, names, device)
     trained = [p for p in root.parameters() if p.requires_grad]
-    # The block in whose backward the gradient is complete, of a tied one the lower: from then on it may travel.
+    # The block in whose backward the gradient is complete (of a tied parameter the lower block): then it may be sent.
     hooks = [p.register_post_accumulate_grad_hook(lambda p: members[found.block].append(p)) for p in trained]
     try:
         found.run(run)
@@ -112,7 +105,7 @@ def _update(optimizers: Sequence[Optimizer], members: Sequence[list[nn.Parameter
     try:
         for group in groups:
             group["lr"] = 0.0
-        # The first one, in which optimizers may make their state, doesn't count.
+        # The first call, in which optimizers may make their state, doesn't count.
         times = [(duration(step, device), [alone(b) for b in range(len(members))]) for _ in range(1 + REPEATS)][1:]
     finally:
         for group, rate in zip(groups, rates, strict=True):

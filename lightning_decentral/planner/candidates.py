@@ -1,7 +1,7 @@
-"""Candidates of a plan: overrides on the command line of `recipes/train.py`.
+"""Candidates of a plan: training methods, each as command-line overrides of `recipes/train.py`.
 
-The overrides are the only place where a candidate is written. So whatever wins can be trained as printed, and any other
-overrides can join the comparison. `forecasts` makes forecasts of them.
+The overrides are the only place where a candidate is written. So the recommended method can be trained as printed, and
+any other overrides can be added to the comparison. `forecasts` makes forecasts of them.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,27 +22,21 @@ MOMENTUM_IN_INT8 = (
 )
 STREAM = "strategy=gossip strategy/topology=stream"
 OUTER = "strategy.combine.lr=null strategy.combine.momentum=null"
-"""Learning rate and momentum that suit the number of workers and of local steps."""
+"""Overrides by which learning rate and momentum follow the numbers of workers and of local steps."""
 DEFAULTS = {"gossip": ("strategy/codec=plain", "strategy/combine=gossip"), "compressed": ("strategy/codec=int8",)}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Candidate of a plan: a method of training.
+    """Candidate of a plan: a method of training."""
 
-    Args:
-        overrides: overrides of the command line, one string.
-        title: name in tables.
-        remark: note on the forecast.
-    """
-
-    overrides: str
-    title: str
-    remark: str = ""
+    overrides: str  # overrides of the command line, one string
+    title: str  # name in tables
+    remark: str = ""  # note on the forecast
 
 
 def candidates(cluster: Cluster, model: Model, slices: int = 1) -> Iterator[Candidate]:
-    """Yield candidates from the one that mixes most to the least: of equally fast ones the first is recommended."""
+    """Yield the candidates, those that mix most first: of equally fast candidates the first is recommended."""
     timed = {work.codec for work in model.rounds}
     int8, int4 = _remark(Int8(), timed), _remark(Int4(), timed)
     per_node, several = cluster.per_node, 1 < cluster.per_node < cluster.workers
@@ -84,7 +78,7 @@ def _remark(codec: Codec, timed: Collection[str]) -> str:
 
 
 def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]:
-    """One pipeline on each node, or over all."""
+    """Yield pipelines: one on each node, or one over all nodes."""
     stages = cluster.per_node if cluster.per_node > 1 else cluster.workers
     if stages > 1:
         cut = f"strategy.stages={stages} strategy.microbatches={stages} strategy/slicing=uniform"

@@ -1,4 +1,4 @@
-"""Comparison of forecasts: all candidates side by side, which one to train with, and a grid of other clusters."""
+"""Compares the forecasts of all candidates, and recommends one to train with, also for a grid of other clusters."""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,30 +18,26 @@ from lightning_decentral.shared.plan.profile import Model
 THRESHOLD = 0.1
 AS_FAST = 0.02
 AS_SOON = 0.1
-"""Error of forecasts: among methods that are equally fast up to this share, the one that sends least is chosen."""
+"""Relative error of forecasts: of methods whose seconds differ by less, the one that sends fewest bytes is chosen."""
 NODES = (2, 4, 8, 16)
 RATES = (1.25e7, 1.25e8, 1.25e9, 3.125e9, 1.25e10, 5e10)  # 100 Mbit/s ... 400 Gbit/s
 MOST_WORKERS = 128
 RUNS = 2
 NOTHING = "nothing fits"
 BASES = {"adam": DDP, "adamw": DDP, "accum_adamw": "ddp, AccumAdamW", "muon": "ddp, Muon"}
-"""`ddp` in the table of known losses, by its optimizer."""
+"""{optimizer: name of `ddp` with this optimizer in the table of known losses}"""
 
 
 @dataclass(frozen=True)
 class ComparedMethod:
-    """A candidate with its forecast.
-
-    Args:
-        setting: setting with the candidate's own optimizer.
-        share: batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in
-            as many batches; None: not measured.
-    """
+    """A candidate with its forecast."""
 
     candidate: Candidate
     method: Method
     forecast: StepForecast
-    setting: Setting
+    setting: Setting  # setting with the candidate's own optimizer
+    # Batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in as many
+    # batches; None: not measured.
     share: float | None = None
 
     @property
@@ -59,7 +55,7 @@ class Comparison:
         refused: {title of a candidate that can't serve the cluster: why}.
         best: method to train with; None if no method fits into the memory.
         profiled: model with the profile's optimizer, from which candidates' optimizers are priced.
-        others: as in `plan`.
+        others: the arguments of `plan` with these names.
     """
 
     setting: Setting
@@ -104,7 +100,7 @@ class Comparison:
 
     @property
     def command(self) -> str:
-        """Overrides for `recipes/train.py` that train with the best one, for a shell: the profile's, then strategy,
+        """Overrides of `recipes/train.py` that train with the best method, for a shell: the profile's, then strategy,
         codec, rule and optimizer by name, and the cluster."""
         model, cluster = self.setting.model, self.setting.cluster
         overrides = in_full(self.best.candidate.overrides) if self.best else []
@@ -118,38 +114,24 @@ class Comparison:
 
 def plan(
     setting: Setting,
-    variation: Sequence[float] = (),
+    variation: Sequence[float] = (),  # variation of the computation seconds, as in `Profile`
     *,
-    slices: int = 1,
-    also: Iterable[str] = (),
-    memory_bytes: float = inf,
-    threshold: float = THRESHOLD,
-    optimizer: str | None = None,
-    like: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    slices: int = 1,  # slices of a sequence in a pipeline; 1 for a model without a token axis
+    also: Iterable[str] = (),  # overrides of further candidates
+    memory_bytes: float = inf,  # memory of a device
+    threshold: float = THRESHOLD,  # gain over ddp below which ddp is recommended
+    optimizer: str | None = None,  # optimizer of all methods, as in `optimizer=`; by default the profile's
+    like: str | None = None,  # kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe
+    say: Callable[[str], None] = lambda text: None,  # called with the title of each candidate before its forecast
 ) -> Comparison:
-    """Compare the forecasts of all candidates in a setting.
-
-    Args:
-        variation: variation of the computation seconds, as in `Profile`.
-        slices: slices of a sequence in a pipeline; 1 for a model without a token axis.
-        also: overrides of further candidates.
-        memory_bytes: memory of a device.
-        threshold: gain over ddp below which ddp is recommended.
-        optimizer: optimizer of all methods, as in `optimizer=`; by default the profile's.
-        like: kind of the model, a key of `known_losses.RECIPES`; by default the profile's recipe.
-        say: called with the title of each candidate before its forecast.
-
-    Raises:
-        ValueError: overrides in `also` that can't be composed; nothing measured between nodes; an optimizer whose cost
-            the profile doesn't give.
-    """
+    """Compare the forecasts of all candidates in a setting. ValueError: overrides in `also` that can't be composed;
+    nothing measured between nodes; an optimizer whose cost the profile doesn't give."""
     profiled = setting.model
     if optimizer is not None:
         setting = replace(setting, model=trained_with(profiled, optimizer))
     factors = drawn(variation, setting.cluster.simulated.workers)
     asked, known = tuple(also), losses_of(setting, like)
-    for overrides in asked:  # a mistake in overrides asked for is the user's to mend, not a row that is refused
+    for overrides in asked:  # a mistake in the user's overrides raises an error, and makes no refused row
         composed(overrides)
     rows, refused = [], {}
     for candidate, method, where in _methods(setting, profiled, slices, asked, known, say):
@@ -174,7 +156,7 @@ def losses_of(setting: Setting, like: str | None = None) -> KnownLosses | None:
 
 
 def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) -> float | None:
-    """`ComparedMethod.share` of a candidate, which was measured with the very overrides, or is `ddp` by itself."""
+    """`ComparedMethod.share` of a candidate whose overrides are a measured method's, or plain `ddp`'s; else None."""
     if known is None:
         return None
     words = set(candidate.overrides.split())
@@ -187,11 +169,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
 
 
 def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step.
-
-    Args:
-        found: (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends).
-    """
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `found`:
+    (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends)."""
     rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:
@@ -204,17 +183,12 @@ def _best(found: Iterable[tuple[Candidate, float, float | None, float]], thresho
 def chosen(
     found: Sequence[tuple[Candidate, float]],
     threshold: float,
-    alike: float = AS_FAST,
-    forms: Callable[[str], bool] = BASELINE.__eq__,
+    alike: float = AS_FAST,  # share of the seconds up to which candidates are equally fast
+    forms: Callable[[str], bool] = BASELINE.__eq__,  # a form of ddp? The fastest of them counts as ddp
 ) -> Candidate | None:
-    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do.
-
-    Args:
-        alike: share of the seconds up to which candidates are equally fast.
-        forms: whether overrides are a form of ddp, of which the fastest counts as ddp.
-    """
+    """Choose by seconds: ddp if no candidate gains enough over ddp; else the first of the fastest that do."""
     ddp, base = min((pair for pair in found if forms(pair[0].overrides)), key=itemgetter(1), default=(None, inf))
-    # Both, as at a threshold of 0 to be as fast is no gain.
+    # Two conditions: at a threshold of 0 a method as fast as ddp gains nothing.
     gaining = [(one, seconds) for one, seconds in found if seconds < base and (1 + threshold) * seconds <= base]
     fastest = min((seconds for _, seconds in gaining), default=0.0)
     return next((one for one, seconds in gaining if seconds <= (1 + alike) * fastest), ddp)
@@ -274,7 +248,7 @@ def _methods(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
-    own = BASES.get(where.model.optimizer)  # the row `ddp` is that
+    own = BASES.get(where.model.optimizer)  # that is the row `ddp`
     further = [one for one in (measured(known) if known else ()) if one.title != own]
     asked = (Candidate(one, one) for one in also)
     for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
@@ -284,7 +258,7 @@ def _methods(
             at = replace(where, model=trained_with(profiled, made.optimizer)) if made.optimizer else where
             method = method_of(made.strategy, at.cluster, slices)
             method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
-            method.memory_bytes(at.without_network)  # where nothing of the network can be missing
+            method.memory_bytes(at.without_network)  # no further method can need an unmeasured price
             yield candidate, method, at
         except ValueError as error:
             yield candidate, str(error), where

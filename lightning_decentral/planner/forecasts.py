@@ -45,9 +45,9 @@ from lightning_decentral.shared.plan.forecast import Cluster, Method
 from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
-PARAMETER_BYTES = 4  # of an element of a message: codecs assume float32
-# (send, receive) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. Of four and two bits
-# they are those of differences, which take longer than the codes by themselves.
+PARAMETER_BYTES = 4  # bytes of an element of a message: codecs assume float32
+# (send, receive) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. For codecs of four #
+# and two bits they include taking differences, which take longer than the codes by themselves.
 CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     BFloat16(): (0.117e-9, 0.075e-9),
     Float16(): (0.129e-9, 0.077e-9),
@@ -59,7 +59,7 @@ CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     DifferenceCompression(Int2()): (0.845e-9, 0.421e-9),
 }
 
-HALF_PRECISION = "fp16_compress_hook", "bf16_compress_hook"  # torch's, by name
+HALF_PRECISION = "fp16_compress_hook", "bf16_compress_hook"  # optimizers of torch, by name
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,12 @@ class Composed:
     accumulated: int = 1
 
 
-@lru_cache(maxsize=256)  # a map of clusters asks for the same overrides in every cell, and composing takes long
+@lru_cache(maxsize=256)  # cached: composing takes long, and a map of clusters has the same overrides in every cell
 def composed(overrides: str) -> Composed:
-    """Compose overrides to a strategy and an optimizer.
-
-    Raises:
-        ValueError: an override names something that doesn't exist.
-    """
+    """Compose overrides to a strategy and an optimizer. ValueError: an override names something that doesn't exist."""
     words = overrides.split()
     chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
-    whole = "experiment" in chosen  # which chooses a strategy and an optimizer
+    whole = "experiment" in chosen  # the configuration chooses a strategy and an optimizer
     if not whole and sum(one.startswith("strategy=") for one in words) != 1:
         raise ValueError(f"{overrides!r} must have one strategy=..., such as strategy=gossip strategy/topology=ring")
     others = [one for one in words if one.lstrip("+~").startswith(("strategy/", "strategy."))]
@@ -102,11 +98,7 @@ def strategy_of(overrides: str) -> Strategy:
 
 @singledispatch
 def method_of(strategy: object, cluster: Cluster, slices: int) -> Method:
-    """Make the forecast of a strategy.
-
-    Raises:
-        ValueError: the strategy has no forecast, or can't serve the cluster.
-    """
+    """Make the forecast of a strategy. ValueError: the strategy has no forecast, or can't serve the cluster."""
     raise ValueError(f"there is no forecast for {type(strategy).__name__}: use one of this package's strategies or ddp")
 
 
@@ -132,7 +124,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     workers, part = strategy.island.workers(cluster.workers, cluster.per_node), cluster.simulated
     topology = strategy.topology.placed(max(1, cluster.per_node // within.devices))
     if workers == 1 and within.devices > 1:
-        # One island of all devices has nobody to gossip with.
+        # A single island of all devices has no neighbours.
         return ShardedForecast() if isinstance(within, ShardedCost) else DataParallel()
     workers = strategy.island.workers(part.workers, part.per_node)
     for fragment in topology.fragments:
@@ -149,7 +141,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     kept = kept_by(strategy.combine) + estimates(strategy.codec, topology, workers)
     given = topology, strategy.delay, strategy.weights, encoding, within, tuple(messages), kept
     forecast = GossipForecast(*given)
-    # Of exact steps in steps nobody knows the share: a forecast has no length of the run.
+    # A number of exact steps is no share of the run, whose length a forecast doesn't know.
     return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
 
 
@@ -194,14 +186,10 @@ def _refuse_unread(option: str, asked: object, read: object) -> None:
 
 
 def slices_of(slicing: object, slices: int) -> int:
-    """Number of slices that a sequence is cut into.
-
-    Raises:
-        ValueError: their lengths are given.
-    """
+    """Number of slices that a sequence is cut into. ValueError: their lengths are given."""
     match slicing:
         case None | Planned():
-            return slices  # measured when the training starts
+            return slices  # measured costs are known only when the training starts
         case Uniform() | Balanced():
             return slicing.n
     raise ValueError(f"no forecast reads strategy/slicing {slicing}: take uniform with strategy.slicing.n={slices}")
@@ -221,10 +209,7 @@ def within_of(island: Island) -> Within:
 def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEERS) -> Encoding:
     """Make the costs of a codec: bytes by its own formula for float32. If the profile has no seconds for it, those
     measured on a CPU are added to the seconds of unencoded messages; an unknown codec takes as long as the slowest.
-
-    Args:
-        cliques: `link.cliques_of`.
-    """
+    `cliques`: `link.cliques_of`."""
     if not codec.encodes:
         return PLAIN if copies == 1 else Encoding(wire_bytes=lambda size: copies * size, copies=copies)
 
@@ -236,9 +221,9 @@ def encoding_of(codec: Codec, copies: float = 1, cliques: Cliques = Cliques.PEER
 
 
 def seconds_per_byte(codec: Codec) -> tuple[float, float]:
-    """Assumed (send, receive) seconds per byte of a codec. A codec with other blocks has those of its kind, an unknown
-    codec the largest of any, so that none is free before it is measured."""
-    if isinstance(codec, Float32):  # of float32 parameters it is a copy, as messages are
+    """Assumed (send, receive) seconds per byte of a codec. A codec with other blocks has the seconds of its class, an
+    unknown codec the largest of all, so that none is free before it is measured."""
+    if isinstance(codec, Float32):  # for float32 parameters a plain copy, as for unencoded messages
         return 0.0, 0.0
     alike = (found for known, found in CODEC_SECONDS_PER_BYTE.items() if type(known) is type(codec))
     own, received = zip(*CODEC_SECONDS_PER_BYTE.values(), strict=True)

@@ -1,6 +1,6 @@
-"""Network benchmark: seconds of collectives and of messages between neighbours, measured.
+"""Network benchmark: measures the seconds of collectives and of messages between neighbours.
 
-seconds = median over repeats of the largest over workers of its own seconds
+seconds = median over repeats of the slowest worker's seconds
 """
 
 from collections.abc import Callable, Sequence
@@ -74,20 +74,14 @@ def _floats(size_bytes: float, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NetworkMeter:
-    """Measures collectives in process groups of a world. Collective: every worker makes the same calls.
-
-    Args:
-        sizes: bytes of the messages, ascending.
-        longest_seconds: seconds of a message after which no larger message is measured.
-        say: called with a description of the next measurement.
-    """
+    """Measures collectives in process groups of a world. Collective: every worker makes the same calls."""
 
     wire: Wire
     device: torch.device
-    sizes: Sequence[int] = SIZES
+    sizes: Sequence[int] = SIZES  # bytes of the messages, ascending
     repeats: int = 5
-    longest_seconds: float = 0.5
-    say: Callable[[str], None] = lambda text: None
+    longest_seconds: float = 0.5  # seconds of a message after which no larger message is measured
+    say: Callable[[str], None] = lambda text: None  # called with a description of the next measurement
 
     def costs(self, probes: Sequence[Probe]) -> list[LinkCost]:
         """Fit a line for every operation and probe; for exchanges one for every number of neighbours."""
@@ -123,7 +117,7 @@ class NetworkMeter:
         """Measure the seconds of a call, equal on all workers; workers without a call only wait."""
         own = []
         for _ in range(WARM_UP + self.repeats):
-            # All meet, so that none is charged for another that was late.
+            # A barrier, so that a late worker doesn't add to the seconds of the others.
             self.wire.flags.all_reduce(torch.zeros(1)).wait()
             own.append(duration(call, self.device) if call else 0.0)
         pending, rows = self.wire.flags.all_gather(torch.tensor(own[WARM_UP:], dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""Noise scale of gradients: how many workers' batches a step can use, from gradients that are there anyway.
+"""Gradient noise scale: how many workers' batches a step can make use of, from gradients that training computes anyway.
 
-    g = (1/n) sum_i g_i     s = 1/(n - 1) sum_i |g_i - g|^2     of n workers with equal parameters, before they average
+    g = (1/n) sum_i g_i     s = 1/(n - 1) sum_i |g_i - g|^2     of n workers with equal parameters, before averaging
     noise = mean s / mean (|g|^2 - s / n)                       in batches of a worker; both means are unbiased
     steps to a loss on n workers ~ 1 + noise / n                plain gradient descent at the best rate
 
@@ -23,7 +23,7 @@ class NoiseScale:
 
     @torch.no_grad()
     def see(self, modules: Sequence[nn.Module]) -> None:
-        """Count all workers' gradients, after backward. Parameters without a gradient on some worker are left out."""
+        """Add all workers' gradients, after backward. Parameters without a gradient on some worker are left out."""
         count = len(modules)
         for members in zip(*(module.parameters() for module in modules), strict=True):
             gradients = [p.grad.to_dense() for p in members if p.grad is not None]
@@ -46,6 +46,6 @@ def steps_ratio(noise: float, workers: int, others: int) -> float:
 
 
 def noise_text(noise: float, workers: int) -> str:
-    """Prediction by the noise of gradients, as text: steps that twice the workers need."""
+    """Describe how many steps twice the workers would need, as the gradients' noise predicts."""
     fewer = steps_ratio(noise, workers, 2 * workers)
     return f"the noise of ddp's gradients predicts: {2 * workers} workers need {fewer:.2f} of the steps of {workers}"

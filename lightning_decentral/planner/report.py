@@ -63,7 +63,7 @@ def winners(cells: Sequence[Cell], colours: Palette) -> str:
     names = ["ddp", *sorted({cell.best for cell in cells} - {"ddp"})]
     figure, axes = new_axes(7.5, 1.4 + 0.45 * len(workers), "Gbit/s of a network card", "workers")
     axes.spines[["top", "right"]].set_visible(True)
-    from matplotlib.patches import Rectangle  # there is one, or there were no figure
+    from matplotlib.patches import Rectangle  # installed, as there is a figure
 
     square = partial(Rectangle, width=1, height=1, edgecolor="white", alpha=0.75)
     for cell in cells:
@@ -111,15 +111,9 @@ tr.best { font-weight: bold } code { background: #f3f5f8; padding: 2px 4px } svg
 
 
 def page(plan: Comparison, *, workers: Sequence[int] | None = None, rates: Sequence[float] = RATES) -> str:
-    """Make the report page (HTML) of a plan.
-
-    Args:
-        workers: numbers of workers in the map and the curves; by default up to 16 nodes.
-        rates: bandwidths in the map and the curves, bytes per second of a network card.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Make the report page (HTML) of a plan. `workers`: numbers of workers in the map and the curves; by default up to
+    16 nodes. `rates`: bandwidths in the map and the curves, bytes per second of a network card. ValueError: no
+    matplotlib."""
     where = plan.setting
     counts = (workers or sizes(where)) if where.network.knows("between") else []
     found = grid(plan, counts, rates) if counts else []

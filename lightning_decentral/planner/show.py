@@ -14,7 +14,7 @@ from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.units import shown_bytes
 
 HEADINGS = ("method", "ms/step", "p95", "exposed", "card", "memory", "x ddp", "to loss", "")
-TITLE_WIDTH = 22  # columns: all others take 58 at most
+TITLE_WIDTH = 22  # width of the title's column: all others take 58 at most
 NEVER, UNKNOWN = "never", "-"
 GIVEN = {"between": "--bandwidth", "inside": "--inside-bandwidth"}
 EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
@@ -24,7 +24,7 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     """Table cells of one method, as text."""
     found = row.forecast
     spans = (1e3 * seconds for seconds in (found.seconds, found.p95_seconds, found.exposed_seconds))
-    milliseconds = (f"{span:.4g}" if span < 1e4 else f"{span:.0f}" for span in spans)
+    milliseconds = map(digits, spans)
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
     marks = EXTRAPOLATED * found.extrapolated + REMARK * bool(row.candidate.remark) + TOO_LARGE * (not plan.fits(row))
     return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), sooner(plan, row), marks
@@ -38,7 +38,13 @@ def sooner(plan: Comparison, row: ComparedMethod) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+    return f"{ratio:.2f}" if ratio < 100 else digits(ratio, 3)
+
+
+def digits(value: float, count: int = 4) -> str:
+    """Text with so many significant digits, and zeros for more: 1687307 is 1687000."""
+    rounded = float(f"{value:.{count}g}")
+    return f"{rounded:.{count}g}" if rounded < 10**count else f"{rounded:.0f}"
 
 
 def table(plan: Comparison) -> Table:
@@ -56,7 +62,7 @@ def table(plan: Comparison) -> Table:
 
 
 def sentences(plan: Comparison) -> Iterator[str]:
-    """Sentences about the columns, about what was left out, and what to do."""
+    """Sentences about the columns, about methods that were left out, and on how to train."""
     yield (
         "milliseconds per step: mean with stragglers; p95: 19 of 20 runs of 64 steps take less; exposed: what a "
         "network that takes no time would save; card: bytes that a node sends in a step"
@@ -120,17 +126,15 @@ def verdict(plan: Comparison) -> Iterator[str]:
 
 
 def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
-    """Sentences on what the best method gains, at a loss where that is known, and on what isn't known."""
+    """Sentences on the best method's gain, at a loss where one is known, and on missing measurements."""
     if best.to_loss < math.inf:
         if plan.stay:
             others = (row for row in plan.rows if row.method.equal and plan.fits(row))
             soonest = max(best.to_loss / row.to_loss for row in others) - 1
             yield f"take {best.candidate.title}: the soonest other gains {100 * soonest:.0f} %, less than the threshold"
         else:
-            times = plan.soonest_ddp.to_loss / best.to_loss
-            yield (
-                f"{best.candidate.title}: {times:.2f} times sooner at that loss than {plan.soonest_ddp.candidate.title}"
-            )
+            gain = times(plan.soonest_ddp.to_loss / best.to_loss)
+            yield (f"{best.candidate.title}: {gain} times sooner at that loss than {plan.soonest_ddp.candidate.title}")
         return
     if plan.stay:
         fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1
@@ -154,7 +158,7 @@ def _unranked(plan: Comparison) -> str:
 
 
 def _optimizer(model: Model, gossip: bool) -> Iterator[str]:
-    """Sentences about the optimizer that could be taken instead, and its cost."""
+    """Sentences about an optimizer to use instead, and its cost."""
     more = products_seconds(model)
     if model.optimizer in ALIKE and more:
         why = "Adam takes smaller steps under gossip than under ddp; " if gossip else ""

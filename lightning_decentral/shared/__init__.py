@@ -1,4 +1,4 @@
-"""Parts that the methods share: strategy base, checkpoints, the mean model, refusals, loggers; and lazy exports.
+"""Code that all training methods use: base strategy, checkpoints, mean model, set-up checks, loggers, lazy exports.
 
 A wrong error at set-up: constructors check the kinds of options (`plan.arguments`, `plan.kinds`). From then on
 `setup_and_step` has the order (`WorkersStrategy.setup_distributed`, `setup`): `wire.meeting.comparison` (workers that
@@ -59,7 +59,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], list[str]]:
                 name=error.name,
             ) from error
         value = getattr(module, name)
-        setattr(sys.modules[package], name, value)  # asked for once
+        setattr(sys.modules[package], name, value)  # found once, then kept in the module
         return value
 
     return load, sorted(homes)

@@ -1,4 +1,4 @@
-"""Hydra application that commands and sweeps train: its configuration and its functions, passed as one value.
+"""The Hydra application that commands and sweeps train, passed as one value: where its configuration and functions are.
 
 This short module stands alone because sweeps and commands both take the value, and neither may import the recipes.
 """

@@ -72,9 +72,9 @@ class FitCoordinator(Uncoordinated):
         self,
         wire: Wire,
         trainer: Trainer,
-        strategy: "strategies.WorkersStrategy",  # whose rounds are coordinated
+        strategy: "strategies.WorkersStrategy",  # the strategy whose rounds are coordinated
         stop: StopAgreement,  # of this fit
-        heartbeat: Heartbeat,  # whose thread polls the agreement
+        heartbeat: Heartbeat,  # its thread polls the agreement
         name: str,  # of this fit, a different one for each fit
     ) -> None:
         self._strategy, self._met, self._open, self._calling = strategy, 0, True, False
@@ -199,7 +199,7 @@ class LoopPatches:
 
     def _on_interrupt(self, signum: int, frame: object) -> None:
         if self._stop.raised == signum:
-            signal.default_int_handler(signum, None)  # asked twice: this worker stops at once, wherever it is
+            signal.default_int_handler(signum, None)  # a second signal: this worker stops at once, wherever it is
         self._stop.ask(signum)
         rank_zero_info("all workers stop after the same step; another Ctrl-C stops this process at once")
 
@@ -224,7 +224,7 @@ class LoopPatches:
             if "zero length" in str(error):  # Lightning's text, on this worker alone
                 self._refuse_no_batch(error)
             raise
-        # Where a module allows it, Lightning ends this worker's training alone; that of all, if nobody has a batch.
+        # A module may allow no batches: Lightning then ends this worker's training alone, or all if none has a batch.
         if loop._combined_loader is not before and self._roll.anyone(loop.max_batches > 0)[0] and not loop.max_batches:
             self._refuse_no_batch()
 
@@ -237,15 +237,15 @@ class LoopPatches:
 
     def _end_epoch(self, inner: Callable[[], None]) -> None:
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        # In all: a loader with a state that is resumed at its end has nothing more for its first epoch.
+        # Batches in all epochs: a stateful loader that is resumed at its end has none left for its first epoch.
         had = progress.current if self._ended_one else progress.total
         if not had.ready and not self._trainer.should_stop:
             self._refuse_no_batch()
         self._call_roll()  # does nothing where a batch was known to be the last
         self._epoch_ended, self._ended_one = False, True
-        # Of a resumed epoch: Lightning would leave out a step of a plateau, though its metrics are new.
+        # In a resumed epoch Lightning would leave out a step of ReduceLROnPlateau, though its metrics are new.
         if self._took and self._trainer.fit_loop.restarting:
-            # Not by its setter, which begins another restart where steps are counted: an epoch would be left out.
+            # Not by the property's setter, which marks the next counter as restarted, too: an epoch would be left out.
             self._trainer.fit_loop._restarting = False
         inner()
 
@@ -262,10 +262,10 @@ class LoopPatches:
         self._stop_if_agreed(None)  # before a validation, in which those that stopped would be missing
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        ends = stops or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)  # it has taken all of `max_steps`
+        ends = stops or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)  # all steps taken
         trainer.should_stop, all_end = self._roll.anyone(trainer.should_stop, ends)
         if all_end and not ends:
-            # Fewer batches, so fewer steps than another, which is at max_steps, or past the min_steps of an early end.
+            # This worker had fewer batches than another one, which is at max_steps, or past min_steps and ends early.
             loop.max_steps = trainer.global_step
         (validate,) = self._roll.anyone(mine := validates())
         if validate and not mine:
@@ -273,7 +273,7 @@ class LoopPatches:
         self._epoch_ended = True
 
     def _validate(self) -> None:
-        """Validate as Lightning does after a batch, where another worker validates and this one wouldn't."""
+        """Validate as Lightning does after a batch: another worker validates now, though this one wouldn't."""
         trainer = self._trainer
         first = trainer._logger_connector._first_loop_iter
         trainer.validating = True

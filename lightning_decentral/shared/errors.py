@@ -30,14 +30,14 @@ MENDABLE = (
     OSError,
 )
 
-# Configurations that come with the package of an extra.
+# {configuration that another package brings: extra that installs the package}
 FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
 
 
 def mendable(error: BaseException) -> bool:
     """Return whether the user can fix the error; an error that Hydra wrapped counts as the original error."""
     original = unwrapped(error)
-    # What Hydra wrapped came from constructing what a configuration names: there these two are the user's.
+    # Hydra wraps errors of constructors that a configuration names: there these two are the user's errors.
     return isinstance(original, MENDABLE) or (original is not error and isinstance(original, (TypeError, ImportError)))
 
 
@@ -52,7 +52,7 @@ def one_line(error: BaseException) -> str:
         if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
             return _unknown_key(cause)
         if isinstance(cause, TypeError) and isinstance(error, InstantiationException):
-            line = _flat(str(error))  # of a constructor, with the names that it takes
+            line = _flat(str(error))  # a constructor's error, with the names that it takes
             names = _parameters(line.partition("'")[2].partition("'")[0]) if "argument" in line else []
             return f"{line}; it takes {', '.join(names)}" if names else line
         if isinstance(cause, MissingMandatoryValue):
@@ -96,7 +96,7 @@ def _missing(node: Any, place: str = "") -> Iterator[str]:
         where = f"{place}.{key}" if place else str(key)
         if OmegaConf.is_missing(node, key):
             yield where
-        # A node that is referred to is checked where it stands.
+        # A node behind an interpolation is checked where it is defined.
         elif not OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
             yield from _missing(node[key], where)
 
@@ -107,7 +107,7 @@ def refuse_mistyped(node: Any, place: str = "") -> None:
     Interpolations and None are checked by the targets themselves.
     """
     target, constructor = node.get("_target_"), None
-    with suppress(ImportError, ValueError, TypeError):  # not there, or not readable: instantiating it raises that
+    with suppress(ImportError, ValueError, TypeError):  # not found or not readable: instantiating raises
         if target and (made := get_object(str(target))):
             constructor = constructor_of(made, made.__init__ if inspect.isclass(made) else made)
     for key in node:
@@ -122,7 +122,7 @@ def refuse_mistyped(node: Any, place: str = "") -> None:
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:
-    """Message for an unknown key x of a node: no 'x' in node: it has a, b; add others as +c, +d."""
+    """Return the message for an unknown key x of a node: no 'x' in node: it has a, b; add others as +c, +d."""
     node: Any = error.parent_node
     if not isinstance(node, DictConfig):
         return _flat(str(error))

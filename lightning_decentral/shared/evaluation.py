@@ -34,7 +34,7 @@ class PrunedTogether:
 
     Args:
         from_worker_0: gives every worker worker 0's values of these tensors; collective.
-        arrive: receives messages in flight and waits for the other workers where training ends; collective.
+        arrive: receives messages in flight and waits for the other workers at the end of training; collective.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class PrunedTogether:
             parameters = list(self._module.parameters())
             before = [parameter.detach().clone() for parameter in parameters]
             inner(epoch)
-            # Masks may be drawn, and values be rewound to where each worker began.
+            # Masks may be random, and values may be rewound to each worker's initial ones.
             self._from_worker_0([*parameters, *self._module.buffers()])
             keep([p for p, was in zip(parameters, before, strict=True) if not torch.equal(p, was)])
 
     def _end(self, inner: Callable[..., None], *args: Any) -> None:
-        # A message that lands later would fill what was pruned for good.
+        # A message mixed later would fill elements that are pruned for good.
         self._arrive()
         inner(*args)
 
@@ -83,7 +83,7 @@ class Evaluation(Callback):
     """
 
     def __init__(self, owner: "strategies.WorkersStrategy") -> None:
-        self._strategy = owner  # by another name than the argument: `settings` would compare the whole strategy
+        self._strategy = owner  # not named `owner`, by which `settings` would compare it whole
         self._callbacks: list[Callback] = []
         self._loop: Any = None
         self._awaited = False  # whether the first batch is still to come

@@ -1,10 +1,9 @@
 """Lines printed when training with several workers starts: the strategy's settings; optimizers better than Adam."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from math import log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,9 +12,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_decentral.shared.compute.codec.codec import Codec
 
+if TYPE_CHECKING:
+    from lightning_decentral.shared.plan.known_losses import KnownLosses
+
 MUON, ACCUM = "gossip, int8, Muon", "gossip, int8, AccumAdamW"  # methods of `known_losses`
 LONGEST_WINDOW = 8  # Steps that the source of AccumAdam averages at 16 and 32 workers.
-USUAL_DECAY = 0.01  # AccumAdamW's
+USUAL_DECAY = 0.01  # default weight decay of AccumAdamW
 
 
 class StartTable(Callback, ABC):
@@ -47,7 +49,7 @@ def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
     """Text with the bytes that a worker sends in a step, and with those of an all-reduce of all gradients."""
     from lightning_decentral.shared.plan.units import (
-        shown_bytes,  # a worker alone reads neither this nor the table below
+        shown_bytes,  # for a single worker neither this nor the table below is read
     )
 
     return f"{shown_bytes(sent_bytes)} a worker and step (all-reduce: {shown_bytes(of_all_reduce(model_bytes, size))})"
@@ -62,47 +64,63 @@ def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module |
     """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
 
     Args:
-        module: that is trained; None for one like those that most was measured of, with attention or embeddings.
+        module: that is trained, whose parameters' shapes tell what it resembles; None: a model with attention.
 
-    Returns: code with the settings in use, of Muon alone where groups differ in weight decay; names alone with several
-        optimizers, or groups that differ in more; "" without Adam or with one worker.
+    Returns: code with the settings in use, of Muon alone where groups differ in weight decay, and for each kind of
+        model where the module doesn't tell; names alone with several optimizers, or groups that differ in more;
+        "" without Adam or with one worker.
     """
     adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
         return ""
-    from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses, overrides_of
+    from lightning_decentral.shared.plan.known_losses import RECIPES, known_losses
 
-    attends = module is None or _attends(module)
-    alike = (one for one in known_losses() if one.kind == RECIPES["gpt" if attends else "resnet"])
-    known = min(alike, key=lambda one: abs(log2(one.workers / workers)))
+    nearest = sorted(known_losses(), key=lambda one: abs(log2(one.workers / workers)))
+    known = {name: next(one for one in nearest if one.kind == RECIPES[name]) for name in _resembled(module)}
     settings = {_settings(group) for optimizer in optimizers for group in optimizer.param_groups}
     scheduled = "keep your scheduler; give this rate to a callback that sets rates"
     start = f"{' or '.join(adams)} takes smaller steps here than under ddp. In its place ({scheduled})"
     one_rate = len({one[:-1] for one in settings}) == 1  # but for decay, which Muon's groups set by themselves
-    if len(optimizers) > 1 or not (one_rate if attends else len(settings) == 1):
-        names = " or ".join(name for name, fits in (("Muon", attends), ("AccumAdamW", ACCUM in known.batches)) if fits)
+    if len(optimizers) > 1 or not (one_rate if "gpt" in known else len(settings) == 1):
+        measured = any(ACCUM in one.batches for one in known.values())
+        names = " or ".join(name for name, fits in (("Muon", "gpt" in known), ("AccumAdamW", measured)) if fits)
         return f"{start}: {names} of lightning_decentral.optim, see docs/optimizers.md"
-    if not attends:
-        reached = f"{known.kind} on {known.workers} workers: {_reached(known.share(ACCUM))}; small networks: in as many"
-        code = _accum_code(next(iter(settings)), workers, of_rate=1.0)
-        return f"{start}, from lightning_decentral.optim: `{code}` ({reached}). More: docs/optimizers.md"
+    setting = next(iter(settings)) if len(settings) == 1 else None
+    ways = [_way(recipe, one, setting, workers, alone=len(known) == 1) for recipe, one in known.items()]
+    either = f"with attention or embeddings {ways[0]}; without {ways[1]}" if ways[1:] else ways[0]
+    return f"{start}, from lightning_decentral.optim: {either}. More: docs/optimizers.md"
+
+
+def _resembled(module: nn.Module | None) -> Sequence[str]:
+    """Return the recipes whose measured optimizers suit a module: both where its parameters don't tell which."""
+    if module is None:
+        return ("gpt",)
+    embeds = any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())
+    # Matrices without embeddings may be those of a perceptron, or attend to patches of images.
+    convolves = sum(p.numel() * (1 if p.ndim > 2 else -1) for p in module.parameters() if p.ndim > 1) > 0
+    return ("gpt", "resnet") if embeds == convolves else ("gpt",) if embeds else ("resnet",)
+
+
+def _way(recipe: str, known: "KnownLosses", setting: tuple[float, ...] | None, workers: int, alone: bool) -> str:
+    """Code for a model like a recipe's, with what is known of it. `setting`: of all groups, None where they differ."""
+    from lightning_decentral.shared.plan.known_losses import overrides_of
+
+    where = f"{known.kind} on {known.workers} workers"
+    if recipe == "resnet":
+        code = f"`{_accum_code(setting, workers, of_rate=1.0)}`" if setting else "AccumAdamW"
+        return f"{code} ({where}: {_reached(known.share(ACCUM))}; small networks: in as many)"
     muon = (
-        f"{start}, from lightning_decentral.optim: `Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes "
-        f"{overrides_of(MUON)} ({_reached(known.share(MUON))}; {known.kind} on {known.workers} workers)"
+        f"`Muon(muon_groups(self), lr=2e-2, momentum=0.9)`, in recipes {overrides_of(MUON)} "
+        f"({_reached(known.share(MUON))}; {where})"
     )
-    accum = _accum_code(next(iter(settings)), workers, of_rate=0.5)
-    other = f"; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
-    offered = ACCUM in known.batches and len(settings) == 1
-    return f"{muon}{other if offered else ''}. More: docs/optimizers.md"
-
-
-def _attends(module: nn.Module) -> bool:
-    """Return whether it has attention or embeddings, by the names of its parts' classes."""
-    return any(re.search("attention|attn|embed", type(part).__name__, re.I) for part in module.modules())
+    if not (alone and setting and ACCUM in known.batches):
+        return muon
+    accum = _accum_code(setting, workers, of_rate=0.5)
+    return f"{muon}; or `{accum}`, in recipes {overrides_of(ACCUM)} ({_reached(known.share(ACCUM))})"
 
 
 def _accum_code(settings: tuple[float, ...], workers: int, of_rate: float) -> str:
-    """Code of AccumAdamW with Adam's settings, at this share of its rate."""
+    """Return code that constructs AccumAdamW with Adam's settings, at this share of Adam's learning rate."""
     (rate, *betas, decay), window = settings, min(workers, LONGEST_WINDOW)
     remembered = ", ".join(f"{beta**window:.3g}" for beta in betas)
     kept = "" if decay == USUAL_DECAY else f", weight_decay={decay:g}"

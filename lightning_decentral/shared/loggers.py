@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from lightning_decentral.shared.checkpoint.runs import OfWorkers
 
 STEP = "trainer/global_step"
-SHARES = TorchVersion("0.19.9")  # The first W&B with a shared mode.
+SHARES = TorchVersion("0.19.9")  # The first version of W&B with a shared mode.
 
 
 class WandbPerWorker(OfWorkers):

@@ -1,7 +1,7 @@
 """Process groups of a fixed number of workers: `WorkerGroup` connects them, sends heartbeats, and disconnects them.
 
-Every strategy with several workers has one `WorkerGroup`, which knows no method. `FitCoordinator` counts and names what
-a worker waits for in a fit.
+Every strategy with several workers has one `WorkerGroup`, which knows no method. `FitCoordinator` counts a fit's
+collective calls and names those in which a worker waits.
 """
 
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import lightning_decentral.shared.fabric.strategy as fabric
     import lightning_decentral.shared.setup_and_step as strategies
 
-GOODBYE_SECONDS = 10.0  # Time that worker 0, and the store with it, stays for the others to end, too.
+GOODBYE_SECONDS = 10.0  # Seconds that worker 0, which holds the store, waits at its end for the others to end.
 
 STAGES = {
     RunningStage.VALIDATING: "validation",
@@ -42,7 +42,7 @@ STAGES = {
 
 TIMEOUT = timedelta(minutes=5)
 BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
-"""NCCL's setting where the user gave none: NCCL would make up to 32 blocks for each send, and each block occupies a
+"""NCCL setting used where the user gave none: NCCL would start up to 32 blocks for each send, and each block occupies a
 multiprocessor of the device, also while a neighbour is late (nccl#1656, nccl#1598)."""
 
 
@@ -137,7 +137,7 @@ class WorkerGroup:
             _init_dist_connection(environment, strategy.process_group_backend, **self._settings)
         if connected():
             connection = own_connection("notices")
-            # The store counts its meetings, not the process, which may have met others before (a pool's, an actor's).
+            # The store counts set-ups, as a process (of a pool, an actor) may have been in other groups before.
             self._store = STORES.PrefixStore(str(connection.add(f"meetings/{rank}", 1)), connection)
             self._board = StatusBoard(self._store, rank, size, _hosted())
             self._heartbeat = Heartbeat(self._board, self.phase)
@@ -162,7 +162,7 @@ class WorkerGroup:
     def join_groups(self) -> Wire | None:
         """Return the strategy's `wire`, its process groups, created where there are none. Collective."""
         if self._strategy.wire is None and connected():
-            # After the last fit there is no board.
+            # After the last fit there is no status board (heartbeats).
             agree = bool if self._board is None else partial(self._board.agree, timeout=self.timeout)
             self._strategy.wire = connect(self._strategy.root_device, self.timeout, agree=agree)
             if self._heartbeat is not None:
@@ -181,8 +181,8 @@ class WorkerGroup:
         """Context for writing a checkpoint, which all workers do together."""
         between, self._saving = self._strategy.wire is None, True
         yield
-        self._saving = False  # after an error it stays: that is where this worker ends
-        if between:  # two fits, or after the last: groups made for this checkpoint alone
+        self._saving = False  # after an error the phase stays: it tells where this worker ended
+        if between:  # between two fits, or after the last one: groups for this checkpoint alone
             self.leave_groups(self.cut_off)
 
     # ---- a fit: what waits is counted and named, all stop together --------------------------------------------------
@@ -195,13 +195,13 @@ class WorkerGroup:
         assert self._heartbeat is not None
         board, heartbeat = self._board, self._heartbeat
         stop = StopAgreement(board, self.timeout.total_seconds(), heartbeat.wake)
-        self.coordination.close()  # set-up was watched
-        name = f"fit-{self._fits}"  # the store still has what earlier fits wrote
+        self.coordination.close()  # that of set-up
+        name = f"fit-{self._fits}"  # a new name: the store still has the keys of earlier fits
         self.coordination = FitCoordinator(self._strategy.wire, trainer, strategy, stop, heartbeat, name)
         self._fits += 1
 
     def layouts(self, layout: Callable[[], Layout], peers: Sequence[int] = ()) -> TrainingComparison:
-        """Return a comparison of what these ranks, or all, train. Every worker must make as many, in the same order."""
+        """Return a comparison of what these ranks, or all, train. Every worker makes as many, in the same order."""
         if self._board is None or self._heartbeat is None:
             return TrainingComparison()
         peers = peers or range(self._board.size)
@@ -229,12 +229,12 @@ class WorkerGroup:
             self._heartbeat.close()
             if not cut_off:
                 rank, keys = self._board.rank, [f"gone/{other}" for other in range(self._board.size)]
-                with suppress(RuntimeError):  # the store is gone, as is whom there would be to wait for
+                with suppress(RuntimeError):  # the store is gone, and with it every worker to wait for
                     self._store.set(keys[rank], "yes")
                     end = time.monotonic() + GOODBYE_SECONDS
                     while rank == 0 and not self._store.check(keys) and time.monotonic() < end:
                         time.sleep(0.005)
-            # Trainer and strategy refer to each other: what they hold waits for Python's collector, and an open
+            # Trainer and strategy refer to each other, so their objects wait for Python's collector, and an open
             # connection with it.
             self._board.close()
         self._heartbeat = self._board = self._store = None
@@ -242,5 +242,5 @@ class WorkerGroup:
 
 
 def _hosted() -> bool:
-    """Return whether torchrun's agent has the store, not worker 0."""
+    """Return whether torchrun's agent hosts the store, not worker 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -35,7 +35,7 @@ def own_device(strategy: Any) -> torch.device:
 
 
 def named(strategy: Strategy) -> str:
-    """Return the strategy's repr with the package whose Trainer takes it: other Trainers print it in their error."""
+    """Return the strategy's repr with the package whose Trainer accepts it: other Trainers print it in their error."""
     package, other = Strategy.__module__.removesuffix(".strategies.strategy"), OTHER[Strategy.__module__]
     name = type(strategy).__name__
     return f"<{name} for {package}.Trainer; {other[0]}.Trainer takes {other[1]}.{name}>"
@@ -54,7 +54,7 @@ def refuse_unknown(strategy: type, options: Iterable[str]) -> None:
 def own_bases(strategy: type) -> tuple[type, ...]:
     """Return the class and its bases below DDPStrategy: those of this package."""
     mro = strategy.__mro__
-    return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # Trainers' or Fabric's
+    return mro[: [cls.__name__ for cls in mro].index("DDPStrategy")]  # DDPStrategy of Trainers or of Fabric
 
 
 def refuse_backend(name: str, device: torch.device) -> None:

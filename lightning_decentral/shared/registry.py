@@ -15,7 +15,7 @@ from typing import Any
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 WRAPPED = ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
-"""Endings that ddp's names have. They choose an option of DDP's wrapper: without a wrapper all mean the same."""
+"""Endings of ddp's registered names, which choose options of DDP's wrapper. Without a wrapper all mean the same."""
 
 Then = Callable[[ModuleType], None]
 
@@ -32,7 +32,7 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
 
 
 def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) -> None:
-    """Make the error for a misspelt strategy name the nearest of `names`, and the names in `served`, in one line.
+    """Make the error for a misspelt strategy suggest the nearest of `names` and list those in `served`, in one line.
 
     Trainer's and Fabric's own errors show none of this package's names.
     """

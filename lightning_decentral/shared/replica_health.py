@@ -38,7 +38,7 @@ WHY = {
     "since, on each worker by itself (a validation that updates them, say) or on one alone",
 }
 
-ROUNDING = 1e-4  # Part of a tensor's largest magnitude: workers that average exactly in every step differ by less.
+ROUNDING = 1e-4  # Relative to a tensor's largest magnitude: workers that average exactly in every step differ by less.
 OTHER_MODELS = (
     "all_gather(sync_grads=True) is called while the workers' models differ: the others' rows (negatives, say) come "
     "from models that are only near this worker's. For the loss of one model train by compressed or "
@@ -59,7 +59,7 @@ class ReplicaHealth:
     def __init__(self, strategy: "strategies.WorkersStrategy | fabric.FabricWorkers") -> None:
         self.left_out = 0
         self._strategy = strategy
-        self._gathered = False  # whether a gather with gradients was looked at
+        self._gathered = False  # whether an all_gather with gradients was checked
         self._reported: dict[str, float] = {}  # the largest difference that was reported
         self._constants: dict[int, Tensor] = {}
 
@@ -108,10 +108,10 @@ class ReplicaHealth:
         )
 
     def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
-        """Share what each worker found, as a pipeline's stage sees its own replicas alone; all warn or raise alike."""
+        """Share each worker's findings, as a pipeline's stage sees its own replicas alone; all warn or raise alike."""
         self.left_out += len(sick)
         names = self._names(tensors)
-        # Where nobody is left, all end alike.
+        # Where no healthy worker is left, all end alike.
         mine = [
             f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
             for worker, ailment in sick.items()
@@ -178,16 +178,16 @@ class ReplicaHealth:
             changed: whether this worker evaluates other numbers than the mean that it was given.
         """
         over = self._strategy.replica_group()
-        # Devices that follow each other hold as many parts of a model: stages, or shards.
+        # Consecutive devices hold the parts of one model: stages, or shards.
         stages = self._strategy.world_size // (1 if over is None else over.size)
         parts = stages * max(map(shards, named.values()), default=1)
         rows = self._strategy.gather([parts, bits({name: local(tensor) for name, tensor in named.items()}), changed])
-        if any(count != parts for count, _, _ in rows):  # elastic workers of one device and of shards
+        if any(count != parts for count, _, _ in rows):  # elastic workers, of one device or of several
             return not any(wrote for _, _, wrote in rows)
         return all(len({digest for _, digest, _ in rows[part::parts]}) == 1 for part in range(parts))
 
     def _together(self) -> Callable[[int], int] | None:
-        """Return a function from a rank to the number of its group of equal replicas; None: no two replicas are."""
+        """Return a function from a rank to the number of its group of equal replicas; None where there are none."""
         if self._strategy.drifts:
             devices = self._strategy.devices_per_worker
             return (lambda rank: rank // devices) if devices > 1 else None
@@ -204,7 +204,7 @@ class ReplicaHealth:
         module = self._strategy.lightning_module
         assert module is not None
         found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_sharded(p)}
-        # Statistics of a drifting worker's devices are each device's own, as those of workers are.
+        # Running statistics may differ between the devices of a worker, as between workers.
         return found if self._strategy.drifts else {**found, **dict(module.named_buffers())}
 
     def _grouped(self, of_group: Callable[[int], int], value: Any) -> list[dict[int, Any]]:
@@ -226,7 +226,7 @@ class ReplicaHealth:
         parameters = [one for one in found if one.name in trained]
         buffer = next((f" (the buffer {one.name} differs, too)" for one in found if one.name not in trained), "")
         for one in parameters:
-            # What is absurd on a device of an island is left out of the mean, with its island.
+            # An island (worker of several devices) with absurd numbers on one device is left out of the mean instead.
             if one.deviation > TOLERANCE and not (self._strategy.drifts and one.absurd):
                 raise FloatingPointError(
                     f"{one}{buffer}, and they must be equal: nothing is validated or saved, earlier checkpoints stay. "

@@ -1,4 +1,4 @@
-"""Strategies whose workers each have a whole model (gossip, partial backprop): equal at the start, averaged when shown.
+"""Strategies whose workers each have a whole model (gossip, partial backprop): equal at first, evaluated as a mean.
 
 The replicas may differ while training. Everything that Lightning does once for all of them (validation, checkpoints,
 the model returned after `fit`) uses their exact mean, which doesn't change how a worker trains.
@@ -39,11 +39,11 @@ class ReplicaStrategy(WorkersStrategy):
 
     checkpoints: ReplicaCheckpoints
 
-    member: DeviceSteps = DeviceSteps()  # This device's part in its worker.
+    member: DeviceSteps = DeviceSteps()  # Steps on this device, which may be one of a worker's several.
 
     def __init__(self, **workers: Any) -> None:
         super().__init__(**workers)
-        self.checkpoints = ReplicaCheckpoints(self, self.mean_model, self, WholeModel())
+        self.checkpoints = ReplicaCheckpoints(self, self.mean_model, WholeModel())
         self._pruned: PrunedTogether | None = None
         self.model_layout: ModelLayout = ModelLayout()
         self._trained: nn.Module | None = None
@@ -84,7 +84,7 @@ class ReplicaStrategy(WorkersStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.drifts:  # what is sent are parameters
+        if self.drifts:  # parameters are sent, not gradients
             self.model_layout.restore()
         for optimizer in self.optimizers:
             lay_states(optimizer)
@@ -143,7 +143,7 @@ class ReplicaStrategy(WorkersStrategy):
         return output
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        # By its own loss each would call the closure another number of times, and wait for the others in vain.
+        # With its own loss each worker would call the closure a different number of times, and wait in vain.
         loss = closure()
         return loss if loss is None else self.reduce(loss.detach().clone())
 
@@ -155,15 +155,15 @@ class ReplicaStrategy(WorkersStrategy):
     def place(self, fitting: bool) -> None:
         before, self._trained = self._trained, self._module if fitting else self._trained
         if before is not None and before is not self._module and not self.checkpoints.resuming:
-            self.mean_model.diverged = False  # another module than the one that a fit left diverged
-        if not self.starts_on_host or self.mean_model.diverged:  # a mean is of tensors on the device
+            self.mean_model.diverged = False  # another module than the one whose replicas a fit left diverged
+        if not self.starts_on_host or self.mean_model.diverged:  # tensors must be on the device for a mean
             self.model_to_device()
         self._group.join_groups()
         self._equalize(fitting)
         self.health.look(self._module.buffers())
         self.arrange()
         if self.starts_on_host:
-            self.model_to_device()  # what is left of it
+            self.model_to_device()  # parts that `arrange` left on the host
         self.model_layout = ModelLayout(p for p in self._module.parameters() if not is_sharded(p))
 
     def _equalize(self, fitting: bool) -> None:
@@ -171,15 +171,11 @@ class ReplicaStrategy(WorkersStrategy):
             return
         module = self._module
         check_same_model(module, self.wire.roll)
-        if fitting and self.checkpoints.resuming:  # each from what it restored
+        if fitting and self.checkpoints.resuming:  # each worker from the state that it restored
             return
-        if self.mean_model.diverged:  # as the fit before left them
+        if self.mean_model.diverged:  # as the previous fit left them
             self.mean_model.take(*of_mean([module]))
         start_from_worker_0([*module.parameters(), *module.buffers()], self.wire.world, self.root_device)
-
-    def plan(self) -> dict[str, str]:
-        """Return, as text, the settings that a run must share with the run that it resumes."""
-        return {}
 
     def restart(self) -> None:
         """Begin the rounds anew from the parameters as they are now. Collective."""

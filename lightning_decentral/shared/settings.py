@@ -1,6 +1,6 @@
 """Settings that all workers must share: collected from strategy, Trainer and callbacks, and compared before training.
 
-Every argument of a constructor must be equal on all workers, but for those named here. Trainers of a fixed number of
+Every constructor argument must be equal on all workers, but for those named here. Trainers of a fixed number of
 workers (`SameSettings`), Fabric, and elastic workers as they join compare by this module.
 """
 
@@ -35,12 +35,12 @@ OF_ONE_WORKER = (
     *("logger", "callbacks", "default_root_dir", "enable_progress_bar", "enable_model_summary", "log_every_n_steps"),
     *("profiler", "deterministic", "benchmark", "num_nodes", "strategy"),
 )
-"""Arguments of a Trainer that may differ: no worker waits for another because of them. Nodes are counted as workers."""
+"""Trainer arguments that may differ between workers, as no worker waits for another because of them."""
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "start_method", "precision"),
 )
-"""Arguments of a strategy that its Trainer gives, or that choose how processes start; their effects are compared."""
+"""Strategy arguments that the Trainer gives, or that choose how processes start; only their effects are compared."""
 PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
 """Arguments of callbacks that may differ between workers; worker 0's are used."""
 MEETING = (
@@ -83,7 +83,7 @@ class SameSettings:
         """Compare the optimizers once they exist and the data are attached."""
         trainer: Any = self._worker._module.trainer
         source = trainer.fit_loop.epoch_loop.val_loop._data_source.instance
-        # In a validation all workers wait for each other. A loader's truth is its length; it may have none.
+        # In a validation all workers wait for each other. A loader isn't tested by `not`: that asks for its length.
         validates = trainer.enable_validation and not (isinstance(source, list | tuple | dict) and not source)
         validated = {"val_dataloaders": "given" if validates else "None"}
         self._compare({**validated, **of_optimizers(self._worker.optimizers, self._worker.own)}, "the optimizers")

@@ -62,11 +62,11 @@ class WorkersStrategy(DDPStrategy):
     followed: Follows = Unfollowed()
     own: ClassVar[Sequence[str]] = ()  # may differ between workers: arguments, `parameters of the optimizers`
     devices_per_worker: int = 1
-    heals: int = 0  # how often a worker may be healed by the others; with any, also by their mean where that is taken
+    heals: int = 0  # how often a worker may be healed by the others (if more than 0, also when a mean is taken)
 
     def __init__(
         self,
-        *,  # by name, every one: LightningCLI reads constructors, and gives every option that it finds there
+        *,  # every one by name: LightningCLI reads the constructor's signature, and passes every option that it finds
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -83,7 +83,7 @@ class WorkersStrategy(DDPStrategy):
         super().__init__(*parts, **settings, start_method=start_method)
         self._group = WorkerGroup(self, timeout)
         self._same, self.health, self.evaluation = SameSettings(self), ReplicaHealth(self), Evaluation(self)
-        self.mean_model = MeanModel(self.health.mean, self.shown)  # methods: a spawned process gets all this pickled
+        self.mean_model = MeanModel(self.health.mean, self.shown)  # methods: lambdas can't be pickled
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -139,12 +139,16 @@ class WorkersStrategy(DDPStrategy):
         """Return the process group of all replicas of this worker's parameters, or None. Collective."""
         return None
 
+    def plan(self) -> dict[str, str]:
+        """Return, as text, the settings that a run must share with the run that it resumes."""
+        return {}
+
     def changeable(self) -> dict[str, str]:
         """Return settings that may differ from those of the run that is resumed: a difference is reported."""
         return {}
 
     def introduction(self) -> Sequence[str]:
-        """Return lines to print when training starts: method, workers, bytes of a step, what is evaluated; a hint."""
+        """Return lines to print when training starts: method, workers, bytes of a step, evaluated model, a hint."""
         return ()
 
     def settle(self) -> None:
@@ -221,7 +225,7 @@ class WorkersStrategy(DDPStrategy):
             checked = self.gradient_check.after(closure, optimizer, self.precision_plugin)
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
         if self.wire is not None:
-            self.mean_model.diverged = self.drifts  # not before: up to the first update all are equal
+            self.mean_model.diverged = self.drifts  # not earlier: up to the first update all models are equal
             with coordination.waiting:
                 self.advance(optimizer)
                 coordination.tick()
@@ -250,7 +254,7 @@ class WorkersStrategy(DDPStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.mean_model.own(super().lightning_module_state_dict())  # the mean may stand in its place
+        return self.mean_model.own(super().lightning_module_state_dict())  # the mean may be swapped in for it
 
     def on_train_end(self) -> None:
         super().on_train_end()

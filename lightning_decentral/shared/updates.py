@@ -92,11 +92,11 @@ class GradientCheck(BeforeUpdate):
             self._settle(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters or getattr(precision, "scaler", None):
-            return  # a scaler's first steps overflow, and it skips them by itself
+            return  # a loss scaler's first steps overflow, and the scaler skips them itself
         gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters]
         found = AsyncRead(torch.isfinite(scale(gradients)))
         last: AsyncRead | None = found
-        if self.nonfinite == "stop" and not found.on_host:  # judged by the next step: nobody waits for a device
+        if self.nonfinite == "stop" and not found.on_host:  # judged at the next step, so that the host needn't wait
             last, self._last = self._last, found
         if last is None or last.read():
             return
@@ -113,23 +113,23 @@ class GradientCheck(BeforeUpdate):
         rank_zero_warn(f"the gradients of a step hold NaN or infinity: no worker updates ({self.skipped} skipped)")
 
 
-LOOK_BATCHES = 128  # Batches between looks within a long epoch.
+LOOK_BATCHES = 128  # Batches between two checks within a long epoch.
 
-Mixed = tuple[int, Sequence[nn.Parameter]]  # Number of rounds that were counted, and the parameters that they mix.
+Mixed = tuple[int, Sequence[nn.Parameter]]  # (number of rounds that were counted, the parameters that these rounds mix)
 
 
 class Follows(Protocol):
-    """Method that must know when optimizers are replaced, and that mixes parameters in rounds."""
+    """A training method that must be notified of replaced optimizers, and that mixes parameters in rounds."""
 
     def replaced(self) -> None:
-        """Take in new optimizers, on all workers in the same step, before the first update by one of them."""
+        """Adopt new optimizers, on all workers in the same step, before the first update by one of them."""
 
     def mixed(self) -> Sequence[Mixed]:
         """Return the number of rounds so far, with the parameters that rounds change."""
 
 
 class Unfollowed:
-    """Method without rounds; calls `replaced`, if given, when the optimizers are replaced."""
+    """A training method without rounds; calls `replaced`, if given, when the optimizers are replaced."""
 
     def __init__(self, replaced: Callable[[], None] | None = None) -> None:
         self._replaced = replaced
@@ -174,11 +174,11 @@ class Updates:
         self._strategy, self._inside, self._steps = strategy, False, steps
         self._known = list(strategy.optimizers)
         self.moved = Moved(strategy)
-        # Of all optimizers of the process: what steps may be a part of another, or nobody's.
+        # A hook on all optimizers of the process: one that steps may be a part of another, or unknown to the strategy.
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def __enter__(self) -> None:
-        if self._known != self._strategy.optimizers:  # other objects: an optimizer equals itself alone
+        if self._known != self._strategy.optimizers:  # compared by identity
             self._known = list(self._strategy.optimizers)
             self._strategy.followed.replaced()
         self._inside = True
@@ -199,7 +199,7 @@ class Updates:
             )
         own = {id(group) for group in optimizer.param_groups}
         sharing = (o for o in self._strategy.optimizers if any(id(group) in own for group in o.param_groups))
-        # Where replicas take the same updates gradients have been averaged: they stay equal.
+        # Where gradients are averaged all replicas take the same updates, and stay equal.
         if self._strategy.drifts and (whole := next((type(o).__name__ for o in sharing), "")):
             raise RuntimeError(
                 f"{name} stepped past the strategy as a part of {whole}, so its parameters are never averaged: "
@@ -268,5 +268,5 @@ class Moved:
             whole = wide if wide.is_floating_point() and wide.element_size() > 1 else wide.float()
             norm = torch.linalg.vector_norm(whole, dtype=torch.float64)
             rows.append(torch.stack([whole.sum(dtype=torch.float64), norm]).to(local(parameters[0]).device))
-        bits: list[list[int]] = torch.stack(rows).view(torch.int64).tolist()  # NaN is NaN
+        bits: list[list[int]] = torch.stack(rows).view(torch.int64).tolist()  # compared as bits: NaN equals itself
         return {p: (rounds.get(p, -1), tuple(row)) for p, row in zip(parameters, bits, strict=True)}

@@ -22,7 +22,7 @@ from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
 from lightning_decentral.spilled.plan.shards import ShardPlan, summary
 
 UNLIMITED = 2**63
-USABLE = 0.9  # of the free memory on a CUDA device: allocator rounding and libraries need some
+USABLE = 0.9  # share of the free memory on a CUDA device: allocator rounding and libraries need the rest
 
 
 @checked

@@ -178,7 +178,7 @@ def arbiter_of(
 
 
 def refuse_without_gate() -> None:
-    """ValueError if the package was installed without the entry point by which members ask for their device."""
+    """Raise ValueError if the package was installed without the entry point by which members ask for their device."""
     if not entry_points(group=FACTORIES, name="shard_parallel"):
         raise ValueError(f"lightning-decentral is installed without the entry point {FACTORIES}: run pip install again")
 

@@ -28,7 +28,7 @@ from lightning_decentral.cli import (
     schedule,
     topology,
 )
-from lightning_decentral.cli.console import blocks, quiet, say
+from lightning_decentral.cli.console import Command, blocks, quiet, say
 from lightning_decentral.cli.main import options_of
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan.profile import Profile, write
@@ -73,6 +73,18 @@ def test_a_table_too_wide_becomes_blocks_and_no_name_is_cut(name: str, drawn: bo
     assert name in text
     assert ("│" in text) == drawn
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("terminal", "kind", "lines"), [(True, str, 2), (True, Command, 1), (False, str, 1)])
+def test_prose_is_wrapped_on_a_terminal_and_what_is_pasted_or_piped_is_not(
+    terminal: bool, kind: type[str], lines: int
+) -> None:
+    text = " ".join(["strategy=gossip"] * 6)
+    printed = io.StringIO()
+    say(Console(width=80, file=printed, force_terminal=terminal, highlight=False), kind(text))
+    shown = printed.getvalue().splitlines()
+    assert len(shown) == lines
+    assert " ".join(line.rstrip() for line in shown) == text
 
 
 def test_blocks_hold_every_cell_that_isnt_empty() -> None:

@@ -19,7 +19,7 @@ from lightning_decentral.pipeline import Pipelining
 from lightning_decentral.planner.candidates import Candidate, candidates
 from lightning_decentral.planner.compare import _best, chosen, losses_of, plan
 from lightning_decentral.planner.forecasts import encoding_of, method_of, strategy_of
-from lightning_decentral.planner.show import sentences, verdict
+from lightning_decentral.planner.show import digits, sentences, times, verdict
 from lightning_decentral.recipes import command as cli
 from lightning_decentral.shared.plan import data_parallel, units
 from lightning_decentral.shared.plan.data_parallel import DataParallel, ShardedForecast
@@ -373,11 +373,8 @@ def test_it_says_where_prices_come_from() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--workers", "1"], "--workers must be at least 2, got 1: one worker exchanges with nobody"),
         (["--workers", "10", "--per-node", "4"], "--workers 10 isn't a multiple of --per-node 4"),
-        (["--workers", "8", "--bandwidth", "fast"], "'fast' isn't a rate such as 200mbit"),
-        (["--workers", "8", "--bandwidth", "1e400mbit"], "'1e400mbit' isn't a rate such as 200mbit"),
-        (["--workers", "8", "--bandwidth", "1e308gbit"], "'1e308gbit' isn't a rate such as 200mbit"),
-        (["--workers", "8", "--memory-bytes", "0GB"], "'0GB' isn't a size"),
         (["--workers", "8", "--also", "strategy=coffee"], "'strategy=coffee' can't be composed"),
         (["--workers", "8", "--also", "delay=4"], "must have one strategy="),
         ([], "plan needs a profile and --workers"),
@@ -387,6 +384,30 @@ def test_mistakes_are_one_line(profile: Path, words: list[str], message: str) ->
     with pytest.raises(SystemExit, match=r"^error: [^\n]*$") as error:
         cli.main(["plan", str(profile), *words])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "message"),
+    [
+        ("--bandwidth", "fast", "'fast' isn't a rate such as 200mbit"),
+        ("--bandwidth", "0mbit", "'0mbit' isn't a rate such as 200mbit"),
+        ("--bandwidth", "1e400mbit", "'1e400mbit' isn't a rate such as 200mbit"),
+        ("--bandwidth", "1e308gbit", "'1e308gbit' isn't a rate such as 200mbit"),
+        ("--latency", "100", "'100' isn't a time such as 100us"),
+        ("--memory-bytes", "0GB", "'0GB' isn't a size"),
+    ],
+)
+def test_a_wrong_quantity_names_its_option(
+    profile: Path, option: str, word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(profile), "--workers", "8", option, word])
+    assert capsys.readouterr().err.startswith(f"error: argument {option}: {message}")
+
+
+def test_a_far_extrapolation_shows_no_more_digits_than_it_knows() -> None:
+    assert [digits(value) for value in (57.246, 0.0, 9999.6, 1687307.4)] == ["57.25", "0", "10000", "1687000"]
+    assert [times(ratio) for ratio in (0.5, 99.99, 2385.69)] == ["0.50", "99.99", "2390"]
 
 
 def test_a_foreign_or_damaged_profile_and_no_network_are_named(profile: Path) -> None:

@@ -73,7 +73,7 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoints(worker: Worker) -> ReplicaCheckpoints:
     mean_model = MeanModel(lambda tensors: [t + 1 for t in tensors])
     mean_model.diverged = True
-    return ReplicaCheckpoints(worker, mean_model, worker, WholeModel())
+    return ReplicaCheckpoints(worker, mean_model, WholeModel())
 
 
 def saved(folder: Path, worker: Worker, **more: Any) -> Path:

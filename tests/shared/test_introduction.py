@@ -97,7 +97,7 @@ def test_pipelines_that_gossip_name_it_and_what_adam_does(lines: Any) -> None:
 
 def test_the_hint_comes_without_the_table_and_not_twice_with_it(lines: Any) -> None:
     _, hint = lines(Net("adamw"), GossipStrategy(**FORKED), 2)
-    assert "that sets rates), from lightning_decentral.optim: `AccumAdamW(self.parameters(), lr=" in hint
+    assert "that sets rates), from lightning_decentral.optim: with attention or embeddings `Muon(muon_groups(" in hint
     assert lines(Net("adamw"), GossipStrategy(**FORKED), 2, StartSummary()) == [], "the table has all of it"
     (line,) = lines(Net("adamw"), CompressedStrategy(**FORKED), 2, StartSummary())
     assert line.startswith("compressed: "), "of which the table has nothing"
@@ -148,7 +148,7 @@ class Own(nn.Linear):
         super().__init__(3, 3)
 
 
-def made(hint: str, self: Own) -> list[Any]:
+def made(hint: str, self: nn.Module) -> list[Any]:
     """Optimizers of the hint's code."""
     names = {"Muon": Muon, "muon_groups": muon_groups, "AccumAdamW": AccumAdamW, "self": self}
     return [eval(code, names) for code in hint.split("`")[1::2]]
@@ -181,18 +181,47 @@ def test_groups_that_differ_in_decay_alone_as_for_a_gpt_get_the_code_of_muon() -
     assert isinstance(muon, Muon)
 
 
-def test_a_network_without_attention_or_embeddings_gets_the_code_that_was_measured_on_such() -> None:
-    self = Own()
-    hint = adam_hint([AdamW(self.parameters(), lr=3e-4)], 4, self)
-    (accum,) = made(hint, self)
+def transformer() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4), nn.TransformerEncoderLayer(4, 2))
+
+
+def convolutional() -> nn.Module:
+    """A block with attention to its channels (CBAM), whose class has the word in its name."""
+
+    class ChannelAttention(nn.Sequential):
+        pass
+
+    return nn.Sequential(nn.Conv2d(3, 8, 3), ChannelAttention(nn.Linear(8, 2), nn.Linear(2, 8)), nn.Conv2d(8, 8, 3))
+
+
+def test_a_module_whose_parameters_are_mostly_filters_gets_the_code_that_was_measured_on_such() -> None:
+    module = convolutional()
+    hint = adam_hint([AdamW(module.parameters(), lr=3e-4)], 4, module)
+    (accum,) = made(hint, module)
     assert (accum.defaults["lr"], accum.defaults["window"]) == (3e-4, 4), "the same rate"
     resnet = next(one for one in known_losses() if one.recipe == "resnet")
     reached = f"({resnet.kind} on 4 workers: ddp's loss in {resnet.share(ACCUM):.2f} of its steps; small networks: "
     assert reached in hint
     assert "Muon" not in hint
-    for other in (nn.Sequential(nn.Embedding(3, 3), self), nn.TransformerEncoderLayer(4, 2)):
-        optimizers = [AdamW(other.parameters())]
-        assert adam_hint(optimizers, 4, other) == adam_hint(optimizers, 4)
+
+
+def test_embeddings_get_the_code_that_was_measured_on_text() -> None:
+    optimizers = [AdamW((module := transformer()).parameters())]
+    assert adam_hint(optimizers, 4, module) == adam_hint(optimizers, 4)
+
+
+@pytest.mark.parametrize("make", [Own, lambda: nn.TransformerEncoderLayer(4, 2), nn.ReLU,
+                                  lambda: nn.Sequential(nn.Embedding(3, 3), convolutional())])  # fmt: skip
+def test_where_the_parameters_dont_tell_the_hint_has_code_for_each_kind(make: Any) -> None:
+    """A perceptron, attention by hand without embeddings, and embeddings among filters."""
+    self, module = Own(), make()
+    hint = adam_hint([AdamW(self.parameters(), lr=3e-4)], 4, module)
+    muon, accum = made(hint, self)
+    assert isinstance(muon, Muon)
+    assert accum.defaults["lr"] == 3e-4
+    assert hint.index("with attention or embeddings `Muon(") < hint.index("; without `AccumAdamW(")
+    decayed = AdamW([{"params": [self.weight]}, {"params": [self.bias], "weight_decay": 0.0}])
+    assert "; without AccumAdamW (" in adam_hint([decayed], 4, module)
 
 
 def test_several_optimizers_or_groups_that_differ_get_names_alone() -> None:

@@ -57,7 +57,7 @@ class Worker(test_checkpoint.Worker):
     def checkpoints(self) -> ReplicaCheckpoints:
         mean_model = MeanModel(self.mean_of)
         mean_model.diverged = True
-        return ReplicaCheckpoints(self, mean_model, self, WholeModel())
+        return ReplicaCheckpoints(self, mean_model, WholeModel())
 
 
 def together(act: Callable[[Worker], Any]) -> list[Any]:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -89,8 +90,15 @@ def _started(bounds: tuple[int, int]) -> tuple[int, Any]:
 
 
 def _serve(*given: Any) -> None:
+    # A worker of xdist that is killed (a test took too long) is missed only once nobody has its pipe any more.
+    threading.Thread(target=_ends_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         serve(*given)
+
+
+def _ends_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _listens(port: int) -> None:

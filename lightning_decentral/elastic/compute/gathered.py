@@ -25,10 +25,10 @@ def mean_of_place(rows: Sequence[Tensor]) -> Tensor:  # [workers] of one shape -
     first = rows[0]
     if not (first.is_floating_point() or first.is_complex()):
         return first
-    exact = torch.promote_types(first.dtype, torch.float32)  # sums of bfloat16 would lose the small ones
+    exact = torch.promote_types(first.dtype, torch.float32)  # sums in bfloat16 would lose small numbers
     total = torch.zeros_like(first, dtype=exact)
     for row in rows:
-        total.add_(row.to(exact) / len(rows))  # divided first: a sum of large ones would overflow
+        total.add_(row.to(exact) / len(rows))  # divided first: a sum of large numbers would overflow
     return total.to(first.dtype)
 
 
@@ -74,7 +74,7 @@ class Unlike(RuntimeError):
 
 
 def named(value: Any, made: Callable[[Sequence[Any]], Any]) -> str:
-    """Return the name of the operation that a member asks for, of its devices' values or its first device's."""
+    """Return the name of the reduction that a member calls, over all devices' values or over first devices' alone."""
     each = getattr(made, "__wrapped__", None)
     call, own = (made, value) if each is None else (each, value[0])
     kind = call.func if isinstance(call, partial) else call
@@ -88,7 +88,7 @@ def of_alike(name: str, made: Callable[[Sequence[Any]], Any]) -> Callable[[Seque
     each member. Unlike if this worker, which computes it, asks for another name."""
 
     def of(given: Sequence[Any]) -> Any:
-        ((most, _),) = Counter(mine for mine, _ in given).most_common(1)  # of as many the first counted: the oldest's
+        ((most, _),) = Counter(mine for mine, _ in given).most_common(1)  # in a tie the first one: the oldest member's
         if most != name:
             raise Unlike(name, most)
         return [most, made([value for mine, value in given if mine == most])]

@@ -40,7 +40,7 @@ class Asynchronous:
         behind: number of rounds of delay beyond which a worker skips to the newest round.
 
     Raises:
-        ValueError: one of them is negative.
+        ValueError: a negative number.
     """
 
     damping: float = 1.0

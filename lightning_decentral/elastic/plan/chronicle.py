@@ -73,7 +73,7 @@ class ViewCounts:
 
 
 class Missed(RuntimeError):
-    """Raised if views have begun and ended of which this worker never learnt."""
+    """Raised if memberships (views) have begun and ended without this worker's knowledge."""
 
 
 def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]], complete: bool = True) -> list[View]:

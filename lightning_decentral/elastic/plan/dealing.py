@@ -29,16 +29,16 @@ from lightning_decentral.elastic.plan.view import weight_of
 
 Indices = NDArray[np.int64]
 LATE_TICKS = 1000  # Ticks by which a member may learn of a view late.
-KEPT_VIEWS = 100  # Views kept since the floor; of more, the floor is what they made of a pass.
+KEPT_VIEWS = 100  # Number of views kept since the floor; older views are applied, and the floor moves to a later pass.
 
-UNBOUNDED = 2**40  # Batches of an epoch that has no end.
+UNBOUNDED = 2**40  # Batches of an epoch of data without an end.
 
 
 @dataclass(frozen=True)
 class Calendar:
     """Position of rounds in epochs, one for the whole run."""
 
-    batches: int  # of an epoch
+    batches: int  # batches of an epoch
     accumulated: int = 1  # batches of a round
     before: int = 0  # rounds that were complete when the run began, by a checkpoint
     steps: int = 0  # optimizer steps that were complete then
@@ -78,7 +78,7 @@ class Dealing:
     batch: int  # examples that a member of weight 1 takes in a tick
     shuffle: bool = True  # whether a pass is a random permutation; otherwise in order
     seed: int = 0
-    views: dict[int, tuple[str, ...]] = field(default_factory=dict)  # {first tick: members}; none before the first
+    views: dict[int, tuple[str, ...]] = field(default_factory=dict)  # {first tick: members}; at first empty
     floor: Pass | None = None  # never changed in place
     _passes: list[Pass] = field(default_factory=list, init=False)
     _starts: list[Pass] = field(default_factory=list, init=False)

@@ -2,8 +2,8 @@
 
     received(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
-The lobby may end at any moment, as its workers send it all that it knows. A lobby that is started again waits until it
-has heartbeats of all members of the highest view, or for `dead_after` seconds, and continues from there.
+The lobby may end at any moment, as its workers' heartbeats contain its whole state. A lobby that is started again waits
+until it has heartbeats of all members of the highest view, or for `dead_after` seconds, and continues from there.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Guest(NamedTuple):
 
 @dataclass(frozen=True)
 class LobbyState:
-    """The lobby's state, a value: its methods return the next state. What it knows of a worker:
+    """The lobby's state, a value: its methods return the next state. A worker's possible states are:
 
     left         its last heartbeat announced that it leaves
     lives        hasn't left, and wasn't silent for `dead_after` (for `ended`, where its connection has ended)
@@ -40,7 +40,7 @@ class LobbyState:
     bounds: Bounds
     times: Times
     began: float  # when it was started
-    guests: Mapping[str, Guest] = field(default_factory=dict)  # by name, in the order in which they came
+    guests: Mapping[str, Guest] = field(default_factory=dict)  # last heartbeats by name, in the order of arrival
     view: View | None = None  # the highest view (numbered membership) made so far
     agreed: int = 0  # number of the highest view that may be in force
     seen: int = 0  # the highest number of a view that any worker knew
@@ -111,8 +111,8 @@ class LobbyState:
         return replace(state, view=following)._confirmed(now) if following else state
 
     def _confirmed(self, now: float) -> "LobbyState":
-        """Let the highest view come into force once enough members of the view before know it: later workers, and a
-        restarted lobby, learn of it from them."""
+        """Let the highest view come into force once enough members of the previous view know it, from whom later
+        workers, and a restarted lobby, learn of it."""
         if self.view is None:
             return self
         before = [name for name in self.view.before if not self._left(name)]

@@ -58,12 +58,12 @@ class MemberState:
     sent_at: float = float("-inf")  # when this worker last sent heartbeats
     met_at: Mapping[str, float] = field(default_factory=dict)  # when heartbeats of other members last came directly
     woke: float = float("-inf")  # when this worker last continued after a sleep
-    # {member: which views came into force for it in which rounds}.
+    # {member: [(view number, first round)]} of the views that came into force for it.
     entered: Mapping[str, History] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()  # members that are silent to the lobby
     ended: frozenset[str] = frozenset()  # members of these views whose connection to the lobby has ended
     paused: str = ""  # why the lobby lets the members wait
-    # Why this worker must join anew under another name; empty: it needn't.
+    # Reason why this worker must join anew under another name; empty if it needn't.
     out: str = ""
 
     def notified(self, update: LobbyUpdate, now: float) -> tuple["MemberState", list[Act]]:
@@ -198,7 +198,7 @@ class MemberState:
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
         state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
         if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
-            state = state._entering(coming)  # the new view follows `coming`, in which others may train for some rounds
+            state = state._entering(coming)  # the new view follows `coming`, which others may be in for some rounds
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
@@ -230,7 +230,7 @@ class MemberState:
         return replace(state, mine=replace(mine, view=view, coming=None, entered=entered, round=round))
 
     def _entries(self, found: Mapping[str, History]) -> "MemberState":
-        """Learn which views the others are in; reports older than known ones are ignored."""
+        """Record which views the other members are in; reports older than known ones are ignored."""
         newer = {name: history for name, history in found.items() if history[-1:] > self.entered.get(name, ())[-1:]}
         return replace(self, entered={**self.entered, **newer}) if newer else self
 

@@ -35,7 +35,7 @@ class Heartbeat:
     failed: str = ""  # a donor that didn't send its state
     seen: int = 0  # the highest number of a view that this worker knows
     leaving: bool = False  # this worker ends, so others needn't wait
-    asks: bool = False  # it can't reach the lobby, so a member that does answers; answers don't ask
+    asks: bool = False  # asks for an answer: the sender can't reach the lobby. Answers have it false
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class LobbyUpdate:
     entered: Mapping[str, History]  # {member: its `Heartbeat.entered`}
     round: int  # the newest round that a member has reached, as far as the lobby knows
     donor: tuple[str, str] | None  # (name, address) of the member to fetch from
-    founder: bool  # this worker's own parameters are those the run begins with
+    founder: bool  # the run begins with this worker's own parameters
     out: bool  # the run continued without this worker: it must join anew
     over: bool  # all members have ended: no worker can join any more
-    paused: str  # why the members wait; empty: they don't
+    paused: str  # reason why the members wait; empty if they don't
     least: int  # the lobby's minimum number of workers
-    dead_after: float  # seconds of silence, by the lobby
-    ended: tuple[str, ...] = ()  # members, of the view before too, whose connection to the lobby has ended
+    dead_after: float  # seconds of silence after which a worker is dead, as set at the lobby
+    ended: tuple[str, ...] = ()  # members, and those of the previous view, whose connection to the lobby has ended
 
 
 def read_message(kind: type[T], found: Any) -> T:

@@ -1,8 +1,8 @@
 """Views (numbered memberships: the workers that train together), the quorum that a new view needs, the times of an
 elastic run, and the settings of one worker.
 
-    number   1, 2, 3, ...: rises with every view
-    needed   min(n // 2 + 1, least) of the n members of the last view; one of two
+    number   1, 2, 3, ...: one more for every view
+    needed   members of the last view's n that the next one must keep: min(n // 2 + 1, least); one of two
 
 Only one side of a cut network can have more than half of the members, so both sides can't make a view. The operator's
 minimum `least` may allow a smaller side: then the lobby alone decides which side continues. A worker that doesn't reach

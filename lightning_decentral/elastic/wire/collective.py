@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.plain import NotPlain
 
 Key = tuple[int, int]  # (round, number in that round): it rises
 KEPT = 2  # results kept for members that ask again: no member is further ahead than this
-LOOK_SECONDS = 0.1  # seconds between two checks which members are left
+LOOK_SECONDS = 0.1  # seconds between two checks which members still live
 ASK_SECONDS = 0.5  # seconds until members that sent no value are asked for a result
 ANSWER_SECONDS = 10.0  # seconds of silence until a member is asked again for a kept value
 KEPT_SECONDS = 0.05  # seconds between two requests for a kept value
@@ -122,7 +122,7 @@ class Collective:
                     found, result, passed = self.found(name, key)
                     if found:
                         return result
-                    over |= {name} if passed else set()  # it is in a later round: it sends no value any more
+                    over |= {name} if passed else set()  # this member is in a later round, and sends no value any more
             if time.monotonic() > end:
                 break
         oldest = [name for name in members() if name in given]  # by age, then members that left after they sent a value
@@ -154,7 +154,7 @@ class Collective:
             connection.settimeout(LOOK_SECONDS)
             while True:
                 with suppress(TimeoutError):
-                    if not connection.recv(1, socket.MSG_PEEK):  # leaves the byte to be read
+                    if not connection.recv(1, socket.MSG_PEEK):  # leaves the byte in the buffer
                         raise ConnectionResetError("the connection has ended")
                     break
                 if not there() or time.monotonic() > end:
@@ -177,7 +177,7 @@ class Collective:
         round, nth = header["key"]
         key = int(round), int(nth)
         with self._changed:
-            self._serving += 1  # `close` waits for those to whom a result is promised
+            self._serving += 1  # `close` waits until promised results have been sent
             self._given.setdefault(key, {})[str(header["from"])] = value
             self._changed.notify_all()
         try:

@@ -24,8 +24,8 @@ class Course:
 
     def __init__(self, worker: Endpoint, batches: int = 1, over: Transport | None = None) -> None:
         self.worker, self._batches, self._over = worker, batches, over
-        self.round, self.next_round = -1, 0  # begun last, -1: none; the round whose batches are drawn next
-        self.view: View | None = None  # in force in `round`
+        self.round, self.next_round = -1, 0  # (round that began last, or -1; round whose batches are drawn next)
+        self.view: View | None = None  # the view in force in `round`
         self.calendar: Calendar | None = None  # None before the first view
         self.seed: int | None = None  # seed of the examples' order, the same for all members; None: not set yet
         self._views: dict[int, View] = {}
@@ -67,7 +67,7 @@ class Course:
 
     def _listen(self) -> None:
         """Learn the views that the lobby has sent so far, though not all are in force."""
-        if self._over is None:  # several devices get them before a round, so that all know the same
+        if self._over is None:  # several devices get the views before a round, so that all know the same ones
             for _, view in sorted(dict(self.worker.lobby_client.state.views).items()):
                 self._learn_of(view)
 

@@ -45,7 +45,7 @@ class Leading(Participant):
         try:
             value = call()
         except Exception as error:
-            broadcast_world({"error": str(error)})  # else the other devices would wait for the value
+            broadcast_world({"error": str(error)})  # otherwise the other devices would wait for the value
             raise
         broadcast_world({"value": value})
         return value
@@ -82,7 +82,7 @@ class Following(Participant):
 
     def __init__(self, elastic: ElasticSettings, seconds: float, over: Transport, batches: int) -> None:
         there = SimpleNamespace(name=self._received())
-        super().__init__(elastic, seconds, cast(Endpoint, there), batches, over)  # only its name is used
+        super().__init__(elastic, seconds, cast(Endpoint, there), batches, over)  # only the name is used
         self._present: list[str] = []
 
     def _received(self, copy: Callable[[], Any] = lambda: None) -> Any:
@@ -106,7 +106,7 @@ class Following(Participant):
         return int(found["left_out"])
 
     def _reported(self, view: View) -> tuple[Callable[[int], list[int]], bool]:
-        return lambda number: [], True  # the first device has passed them on
+        return lambda number: [], True  # passed on by the first device
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         self._received()

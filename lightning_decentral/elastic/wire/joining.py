@@ -72,7 +72,7 @@ class Endpoint:
             if mine.donor:
                 found, given, over = self.collective.found(mine.donor, ("begun", len(begun)))
                 value = given if found else value
-                if found or over:  # it isn't sent: every worker uses its own
+                if found or over:  # can't be sent: every worker uses its own value
                     break
             if why := self.lobby_client.state.out:
                 raise ValueError(why)
@@ -89,7 +89,7 @@ class Endpoint:
         self.collective.set_up = True  # a worker that asks for more values uses its own from now on
         self._set_up.set()
         self._until(lambda: bool(self.lobby_client.state.mine.origin), seconds)
-        value, self._value = self._value, None  # its memory is the caller's to free
+        value, self._value = self._value, None  # so that the caller can free the memory
         return value
 
     def _until(self, holds: Callable[[], bool], seconds: float) -> None:

@@ -64,7 +64,7 @@ class LobbyServer:
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
                 del self._guests[name]
-                self._lobby = self._lobby.hung_up(name)  # lost after `times.ended` seconds of silence from now on
+                self._lobby = self._lobby.hung_up(name)  # counts as lost after `times.ended` further seconds of silence
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,7 +98,7 @@ class LobbyServer:
             writer = self._guests.get(name)
             if writer and writer.transport.get_write_buffer_size() < UNREAD_BYTES:
                 writer.write(frame(asdict(update)))
-            if update.paused not in ("", self._paused) and lobby.stayed:  # else all have ended, and none waits
+            if update.paused not in ("", self._paused) and lobby.stayed:  # otherwise all have ended, and none waits
                 self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
 

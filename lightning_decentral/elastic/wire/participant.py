@@ -5,7 +5,7 @@ value = member.healed()            a member's training state; None: the run begi
 member.begin(copy)                 call before each round: waits while no round may begin
 member.together(value, made)       one result for all members: `made` of their values
 
-Beginning a round goes through these, from the Trainer down, and waits in the last but one:
+The calls that begin a round, from the Trainer downwards; the last but one waits:
 
     ElasticRun._begin      the run's calendar; the state that all members agree on
     Participant.begin      this worker's devices together; rounds that it skipped because it was late

@@ -78,7 +78,7 @@ class Starter:
     ) -> None:
         self._command, self._members_of, self._environment, self._say = command, members, environment, say
         self._running: dict[int, WorkerProcess] = {}
-        self._due = [0.0] * workers  # when each seat without a worker gets a new one
+        self._due = [0.0] * workers  # by seat: when a seat without a worker gets a new one
         self._count = self._hasty = 0
         self._well, self._code = False, 1
 

@@ -46,7 +46,7 @@ class Donor:
             if self._turn.acquire(timeout=ALIVE_SECONDS):
                 break
         else:
-            return  # there is nothing to give
+            return  # no state to send
         try:
             self._asked.set()
             made = None

@@ -106,18 +106,18 @@ class BucketCodec:
 
     def _frame(self, link: str, coded: Tensor, key: int) -> Frame:
         if self._codec.remembers and link not in self.estimates:
-            # What a message contains in addition to the parameters is assumed to be zero.
+            # Elements of a message after the parameters are assumed to start at zero.
             self.estimates[link] = torch.zeros_like(coded)
             self.estimates[link][: len(self._reference)].copy_(self._reference)
         return Frame(key, self.estimates.get(link))
 
 
 SAMPLE = 2**16
-RULE_OF_THUMB = 0.9  # A mixing rate may exceed the share that arrives by a tenth.
+RULE_OF_THUMB = 0.9  # A mixing rate may exceed by a tenth the share of a difference that a codec transmits.
 
 
 def share_that_arrives(codec: Codec, dtype: torch.dtype) -> float:
-    """1 - ||d - decoded||^2 / ||d||^2 for a difference d of normal random numbers."""
+    """Share of a difference d that a codec transmits: 1 - ||d - decoded||^2 / ||d||^2 for normal random numbers d."""
     d = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))  # (SAMPLE,), the same on all
     d = d.to(torch.promote_types(dtype, torch.float32))
     channel = BucketCodec(codec, torch.zeros_like(d), 0)
@@ -257,7 +257,7 @@ class CodedMean(Memory):
         codes = self.parts.to_owners(numbers, codec.replace, step, place)
         self.parts.own(numbers, codec.replace, step, place)
         if watched is not None:
-            gap = squared_norm([watched])  # before it is overwritten by what was lost
+            gap = squared_norm([watched])  # a copy, before the compression error overwrites it
             self.lost.add(squared_norm([watched.sub_(message)]), gap)
             if place + 1 == len(self.owned):
                 self.lost.complete(step)

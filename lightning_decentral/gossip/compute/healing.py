@@ -2,8 +2,8 @@
 
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
-The other workers refused what the sick worker sent; the rule decides which of its states begin anew. Where no sound
-message arrives the worker stays sick, its messages are refused, and it waits for the next round.
+The other workers refused the sick worker's message; the update rule decides which of its states begin anew. Where no
+sound message arrives the worker stays sick, its messages are refused, and it waits for the next round.
 """
 
 import warnings
@@ -27,10 +27,10 @@ class Healing:
     parameter with NaN or infinity."""
 
     def __init__(self, most: int = 0, poisoned: Callable[[], str] = str) -> None:
-        self.healed = 0  # times so far
+        self.healed = 0  # number of healings so far
         self.forget: Callable[[], None] = lambda: None  # after each healing: resets the worker's other poisoned state
         self._most, self._poisoned = most, poisoned
-        self._round = -1  # of the last healing: a round's buckets are one
+        self._round = -1  # round of the last healing: a round's buckets count as one healing
         self._left: dict[int, int] = {}  # by bucket, the last round that had been sent when the bucket was healed
         self._sick_since: int | None = None
 

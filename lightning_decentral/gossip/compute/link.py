@@ -50,7 +50,7 @@ class CodecError:
         if self._open is not None:
             (sums, step), self._open = self._open, None
             error, gap = sums.read().tolist()  # squares
-            if gap > 0:  # else nothing new was to be sent, or NaN
+            if gap > 0:  # otherwise there was nothing new to send, or NaN
                 self._last = (error / gap) ** 0.5
                 self._report(self._last, step)
 
@@ -62,7 +62,7 @@ class Memory(ABC):
 
     bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
 
-    lost = CodecError()  # stays empty where nothing is encoded
+    lost = CodecError()  # stays empty without a codec
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -118,8 +118,8 @@ class Coder(Memory):
 def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights, size: int) -> Cliques:
     """Choose how workers of a clique exchange messages under this codec and rule.
 
-    Each worker adds up the codes of the part that it owns where every step with messages averages all of more than two
-    workers with equal weights, and messages are differences: what their re-encoded mean loses is sent later
+    Each worker adds up the codes of the part that it owns where every step with messages averages all workers, more
+    than two, with equal weights, and messages are differences: the compression error of their mean is sent later
     (`shared.compute.codec.coded_parts`). Other codes go from each worker to all of its receivers.
     """
     if not codec.encodes:

@@ -77,7 +77,7 @@ class Verdicts:
         while self._open and self._open[0][0] <= round - LAG:
             _, workers_then, arrived = self._open.popleft()
             then = arrived.read()  # int64 (workers, 3), on the host
-            self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict: it's of comparisons
+            self._judge(workers_then, then, sound(scales_in(then)))  # the device's verdict, made by comparisons
         # Copied to pinned memory, and read long after the device passed the verdict.
         self._open.append((round, workers, AsyncRead(headers)))
 
@@ -161,7 +161,7 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
     for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):
         mean = torch.lerp(mean, tensor, weight / so_far if so_far else 0.0, out=total)  # (elements,), in received[0]
     if abs(sums[-1] - 1) > ROUNDING:
-        total.mul_(sums[-1])  # of columns, which need not sum to one
+        total.mul_(sums[-1])  # weights of a column need not sum to one
 
 
 def _difference(out: Tensor, sent: Tensor, received: Sequence[Tensor], weights: Sequence[float], sane: Tensor) -> None:

@@ -99,7 +99,7 @@ class StateBucket(Bucket):
 
 
 def zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # as the parameter lies
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # in the parameter's memory order
 
 
 def _state(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> Tensor | None:
@@ -156,6 +156,6 @@ def pack_states(
     for parameter, kind in chosen.items():
         state = _state(optimizer, name, parameter)
         tensors.append(zeros(parameter, TYPES[kind - 2]) if state is None else state)
-        owners[id(tensors[-1])] = parameter  # a state has no reference to its parameter
+        owners[id(tensors[-1])] = parameter  # kept here, as a state has no reference to its parameter
     make = partial(StateBucket, owners=owners, optimizer=optimizer, name=name, parts=parts)
     return pack(cast(list[nn.Parameter], tensors), bucket_bytes, make)

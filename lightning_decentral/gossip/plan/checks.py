@@ -20,7 +20,7 @@ def check_columns(topology: Topology, size: int, weights: Weights, rows_too: boo
 
 
 def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, instead: str) -> None:
-    """ValueError unless w_ij = w_ji in every step; `instead` is what else may be used."""
+    """Raise ValueError unless w_ij = w_ji in every step; `instead` names an alternative for the error."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         matrix = mixing_matrix(topology, size, step, weights)
         apart = np.abs(matrix - matrix.T)

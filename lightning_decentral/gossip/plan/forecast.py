@@ -130,7 +130,7 @@ class GossipForecast(Method):
         delay: updates between sending and mixing.
         encoding: costs of encoding messages.
         within: costs inside an island.
-        beside: optimizer states that are mixed, too.
+        beside: optimizer states that are mixed with the parameters.
         kept: copies of the parameters that rule and codec keep from step to step.
     """
 
@@ -182,7 +182,7 @@ class GossipForecast(Method):
         for talk in self._talks(setting):
             part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
             most = max(1 if load.clique else one.sources.shape[1] - 1 + one.more for one in plan for load in one.loads)
-            # One that is sent, and one from each source.
+            # One sent message, and one from each source.
             each = part + most * talk.encoding.wire_bytes(part) if most else 0.0
             flying += most_in_flight(talk.topology, self._size(setting), self.delay) * each
         return self.within.memory_bytes(setting) + flying + self.kept * self.within.kept_bytes(setting)
@@ -192,7 +192,7 @@ class GossipForecast(Method):
         over workers and a period."""
         return float(np.mean([work.mean() for work in self._work(setting)]))
 
-    # ---- what a round takes -------------------------------------------------------------------------------------
+    # ---- seconds of a round -------------------------------------------------------------------------------------
 
     def _size(self, setting: Setting) -> int:
         """Number of simulated workers."""
@@ -224,8 +224,8 @@ class GossipForecast(Method):
             gathered, seconds = self.within.gathering(setting).seconds(talk.bytes), dict.fromkeys(loads, 0.0)
             for load in loads:
                 moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
-                # Codes go to owners of parts, and back. Inside the node and between nodes at the same time; the gather
-                # needs all.
+                # Codes go to owners of parts, and back. Messages inside nodes and between nodes are sent at the same
+                # time; # the gather needs all.
                 ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
                 seconds[load] = ways * max(moved) + gathered if moved else 0.0
             own = [np.array([seconds[load] for load in one.loads]) for one in plan]

@@ -22,7 +22,7 @@ from lightning_decentral.gossip.plan.weights import Weights
 
 
 class Cliques(Enum):
-    """Ways to exchange messages in a clique, a group of workers that receive from all of it with equal weights."""
+    """Ways to exchange messages in a clique: a group of workers in which each receives from all with equal weights."""
 
     PEERS = "each sends to each, as with codes that no owner of a part adds up"
     RING = "a ring all-reduces unencoded messages"
@@ -82,7 +82,7 @@ def rounds(
 def rounds_of_part(
     topology: Topology, weights: Weights, part: int, whole: int, workers_per_node: int, cliques: Cliques
 ) -> tuple[Round, ...]:
-    """Make the rounds of `part` of `whole` workers, with as many messages as if all workers were there.
+    """Make the rounds of `part` of the `whole` workers, with as many messages as all workers would send.
 
     A clique of the whole part is scaled to all workers. The number of peers grows by one for each doubling of the
     workers, if it does from half of the part to the part (an exponential graph), or peers are all workers.

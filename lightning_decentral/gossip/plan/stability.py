@@ -38,7 +38,7 @@ def stable_rate(matrix: Matrix, flights: int) -> float:
     The rate is infinite if the matrix mixes nothing.
     """
     mu = 1 - spectrum(matrix)
-    # Without the mean, which mixing keeps.
+    # Without the eigenvalue 1 of the mean, which mixing keeps.
     mu = mu[np.abs(mu) > 1e-9]
     limits = 2 * np.sin((pi / 2 - np.abs(np.angle(mu))) / (2 * flights - 1)) / np.abs(mu)
     return float(limits.min(initial=inf))
@@ -88,7 +88,7 @@ def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorr
 def blocks_without_mean(matrices: Sequence[Matrix]) -> list[Matrix]:
     """W - I of each matrix, restricted to the complement of the mean, which mixing keeps: [size - 1, size - 1]."""
     size = len(matrices[0])
-    rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal, they span what is orthogonal to the mean
+    rows = np.linalg.svd(np.ones((1, size)))[2][1:]  # orthonormal basis of the vectors with mean 0
     return [rows @ (matrix - np.eye(size)) @ rows.T for matrix in matrices]
 
 
@@ -108,7 +108,7 @@ def first_unstable(blocks: Sequence[Matrix], delay: int, below: float, above: fl
     return below
 
 
-LARGEST_STATE = 1024  # rows; about a second for each rate that is tried
+LARGEST_STATE = 1024  # rows of the largest system; about a second for each rate that is tried
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +138,7 @@ def _periods(topology: Topology, size: int, delay: int, weights: Weights) -> Ite
     # One matrix, perhaps in every k-th step only: each eigenvalue by itself.
     if len(talking) <= 1:
         values = without_mean(mixing_matrix(topology, size, talking[0] if talking else 0, weights))
-        for value in dict.fromkeys(complex(v) for v in np.round(values, 9)):  # each once
+        for value in dict.fromkeys(complex(v) for v in np.round(values, 9)):  # each eigenvalue once
             yield [np.full((1, 1), value - 1 if step in talking else 0.0) for step in steps]
         return
     # A sequence of matrices with other eigenvectors each: one period as a linear map.
@@ -182,8 +182,8 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     by_eigenvalue = lowest(stable_rate)
     if flights == 1 or len(talking) == 1:
         return by_eigenvalue
-    # The smallest of the matrices' own isn't always safe: seven workers in five random pairings with delay 2
-    # diverge at rates below 1.
+    # The smallest stable rate of the single matrices isn't always safe: seven workers in five random pairings with #
+    # delay 2 diverge at rates below 1.
     in_any_order = lowest(rate_for_any_order)
     if (size - 1) * window > LARGEST_PERIOD_STATE:
         return min(by_eigenvalue, in_any_order)

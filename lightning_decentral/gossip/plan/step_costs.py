@@ -54,14 +54,14 @@ PLAIN = Encoding()
 class StateMessage:
     """Optimizer state that is mixed with the parameters, for a forecast."""
 
-    name: str  # as in the profile's `states`
-    topology: Topology  # in which steps, and to which workers, it is sent
+    name: str  # name of the state in the profile's `states`
+    topology: Topology  # says in which steps, and to which workers, the state is sent
     encoding: Encoding = PLAIN
 
 
 @dataclass(frozen=True)
 class Talk:
-    """Message of one step: `bytes` before encoding, of all devices of a worker."""
+    """Message of one step: `bytes` of it before encoding, over all devices of a worker."""
 
     topology: Topology
     encoding: Encoding

@@ -35,10 +35,10 @@ HEADER = 3  # Numbers before a message: its round, the elements of all buckets, 
 class Copied:
     """Buffers for a bucket's next message and its header, both written in the pass that corrects the bucket."""
 
-    message: Tensor  # gets the values of the bucket
+    message: Tensor  # the message, which gets the values of the bucket
     headers: Tensor | None = None  # int64 [rows, HEADER]; the first row gets the header. None: made later
     step: int = 0
-    elements: int = 0  # of all buckets
+    elements: int = 0  # number of elements of all buckets
 
     def of(self, x: Tensor) -> "Copied":
         """Write message and header from x, in one pass."""

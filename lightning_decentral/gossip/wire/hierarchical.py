@@ -32,7 +32,7 @@ class GatherExchange(Exchange["Parts"]):
     island's node once. Source: two-level exchange of parameters, Wang et al. 2410.11998, section 4.
     """
 
-    inner: Exchange[Any]  # between the devices with this device's place in every island
+    inner: Exchange[Any]  # exchange between the devices of the same place in all islands
     inside: Transport  # the devices of this island, in order of place, for this exchange alone
     device: torch.device
     pool: Pool = field(default_factory=Pool, init=False)
@@ -167,7 +167,7 @@ class SideStream:
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
 
     def land(self, launched: MessageInFlight, inside: Transport) -> tuple[Tensor, SickPart | None]:
-        # Asking the other devices would make the host wait: a worker whose message is refused ends.
+        # Comparing with the other devices would make the host wait: so a worker whose message is refused ends.
         return launched.land(), None
 
     def begin(self, launch: Callable[[], Parts], inner: Exchange[Any], step: int) -> Parts:
@@ -188,7 +188,7 @@ class SideStream:
         def land() -> Tensor:
             caller = cuda.current_stream(self._stream.device)
             self._waited.during([partial(caller.wait_event, done)])
-            mixed.record_stream(caller)  # nor this stream's before the caller has
+            mixed.record_stream(caller)  # and this stream's memory not before the caller has read it
             return mixed
 
         return Parts(parts.sent, [], land)

@@ -40,11 +40,11 @@ class StateMixer:
     ) -> None:
         self.name, self.mixer = name, mixer
         self.buckets: list[Bucket] = []
-        self.packs: list[dict[int, int]] = []  # {index of a parameter: its state's kind}, packed at a time
+        self.packs: list[dict[int, int]] = []  # {parameter's index: its state's kind}, by pack
         self._optimizer, self._pack, self._everyone = optimizer, pack, everyone
         self._known: set[nn.Parameter] = set()
         self._trained = self._looks = 0
-        self._stepped = stepped = [False]  # since the last look; a list, as the hook outlives this object
+        self._stepped = stepped = [False]  # updates since the last look; a list, as the hook outlives this object
         optimizer.register_step_post_hook(lambda *_: stepped.__setitem__(0, True))
 
     def adopt(self, trained: set[nn.Parameter]) -> None:
@@ -186,7 +186,7 @@ class MixerFactory:
     mean: MeanOfSound = lambda tensors: (tensors, "")  # (mean of sound workers, why this worker isn't sound or "")
     known: ModelLayout = field(default_factory=ModelLayout)  # parameters at the start, and their strides
     alike: Callable[[Sequence[nn.Parameter]], None] = lambda new: None  # copies worker 0's values, while training
-    meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None  # x <- the mean, as it is evaluated
+    meet: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None  # sets x to the mean that is evaluated
     mixed: Mixed = field(default_factory=Mixed)  # parameters that all workers mix, compared when they change
 
     @torch.no_grad()

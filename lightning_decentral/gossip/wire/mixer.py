@@ -43,7 +43,7 @@ class Mixer:
 
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []
-        self.round, self.steps = 0, 0  # taken so far
+        self.round, self.steps = 0, 0  # rounds so far
         self.wanted = 0  # steps that the neighbours must have taken for the last round that was mixed
         self.exchange = exchange
         self.healing = Healing()  # handles a refused message of this worker
@@ -187,7 +187,7 @@ class Mixer:
             if place >= len(flight.messages):
                 continue  # a bucket that was added after the launch
             message, turn, x = flight.messages[place], self.turn(flight.round), self.buckets[place].flat
-            # By then the other workers have launched the round, or mix it, too.
+            # By now the other workers have launched this round, too, or are mixing it.
             self.wanted = 1 + (self.steps if message.together else flight.step)
             rate = self._rate(turn) if message.corrects else None
             mixed, copied = None, None

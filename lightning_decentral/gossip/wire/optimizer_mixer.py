@@ -183,7 +183,7 @@ class OptimizerMixer:
         """Restore what `state_dict` returned. Errors as `Mixer.load_state_dict`."""
         refuse_reordered(state, self.buckets)
         self.mixer.load_state_dict(state)
-        for bucket, padding in zip(self.buckets, state.get("padding", ()), strict=False):  # 0.2 saved none
+        for bucket, padding in zip(self.buckets, state.get("padding", ()), strict=False):  # version 0.2 saved none
             bucket.padding = padding
         for own in self.states:
             own.load_state_dict(state["beside"][own.name])

@@ -220,7 +220,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         buffers = self.coder.buffers(at.sources, sent, place)
         if headers is None:
             headers = torch.empty(1 + len(buffers), HEADER, dtype=torch.int64, device=self.device)
-            # Of the decoded message, which may overflow; now, while it is in the processor's cache.
+            # The scale of the decoded message, which may overflow; now, while the message is in the processor's cache.
             headers[0].copy_(stated([step, self._elements], [sent], self.device))
         # On the CPU a thread mixes, during training.
         return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
@@ -230,7 +230,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         message}, bool [1 + sources]: whether each is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
         received = self._decoded(message)
-        if self.coder.encodes:  # decoded here, perhaps from another estimate
+        if self.coder.encodes:  # decoded by this worker, perhaps from another estimate than the sender's
             for row, tensor in zip(message.headers[1:], received.values(), strict=True):
                 scales_in(row).copy_(scale([tensor]))
         sane = judged(message.headers)

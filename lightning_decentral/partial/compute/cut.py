@@ -193,7 +193,7 @@ class Judged:
     verdicts: Mapping[str, Verdict]
 
     def refuse(self) -> None:
-        """ValueError if the boundary isn't a valid cut."""
+        """Raise ValueError if the boundary isn't a valid cut."""
         leaks = [name for name, verdict in self.verdicts.items() if verdict is Verdict.LEAK]
         if leaks:
             more = f" and {len(leaks) - 1} more" if len(leaks) > 1 else ""

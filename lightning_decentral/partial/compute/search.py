@@ -45,11 +45,11 @@ class CutPlan:
 
 
 def check_wish(cuts: Cuts) -> None:
-    """ValueError for a `cuts` option that is impossible for any module."""
+    """Raise ValueError for a `cuts` option that is impossible for any module."""
     match cuts:
         case "auto" | "blocks":
             return
-        case bool() | str():  # before int, which True is, too
+        case bool() | str():  # before the test for int, as True is an int, too
             raise ValueError(f"cuts must be 'auto', 'blocks', a number of cuts, or names of modules, got {cuts!r}")
         case int() if cuts < 1:
             raise ValueError(f"cuts must be at least 1, got {cuts}: without a cut use the ddp strategy")
@@ -63,19 +63,12 @@ def search(
     module: nn.Module,
     cuts: Cuts,
     balance: Balance,
-    run_of: Callable[[nn.Module], Run],
-    decide: Decide = by_itself,
+    run_of: Callable[[nn.Module], Run],  # copy -> function to its loss on a small batch, the same each time
+    decide: Decide = by_itself,  # agrees with other workers, which all search alike and in the same order
 ) -> CutPlan:
-    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes.
-
-    Args:
-        run_of: maps the copy to a function that returns its loss on a small batch, the same each time.
-        decide: agrees with other workers, which all search: they run alike, equally often and in the same order.
-
-    Raises:
-        ValueError: an unknown name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a
-            copy that computes with parameters of the module itself.
-    """
+    """Find and verify cuts of `module`; all runs use a copy, and nothing of the module changes. ValueError: an unknown
+    name, more cuts than blocks, a cut that fails the verification, no chain of blocks; a copy that computes with
+    parameters of the module itself."""
     check_wish(cuts)
     copied = trial_copy(module)
     with uncompiled(), untouched(module):
@@ -103,7 +96,7 @@ def _likeliest(module: nn.Module) -> list[BlockSequence]:
 
 
 def _along_a_chain(trial: Trial, chains: Sequence[BlockSequence], number: int | None, balance: Balance) -> CutPlan:
-    trial.try_out()  # an error of the step itself isn't the chains' fault
+    trial.try_out()  # raises here if the step itself fails, whatever the cuts
     layers = [part for part in trial.module.modules() if any(True for _ in part.parameters(recurse=False))]
     if number is None and len(layers) < 2:  # nothing to cut
         costs = trial.measure([], [parameter_bytes(trial.module.parameters())])
@@ -130,7 +123,7 @@ def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: 
     sizes = [parameter_bytes(trial.module.get_submodule(name).parameters()) for name in chain.names]
     costs = trial.measure(chain.names[1:], sizes)
     if pieces > len(costs):
-        plan(trial, list(chain.names[1:2]))  # a chain that can't be cut anyway is no reason to complain
+        plan(trial, list(chain.names[1:2]))  # raises first if the chain can't be cut at all
         raise TooFewBlocks(f"{number} cuts need {pieces} blocks, there are {len(costs)} ({chain}): give fewer cuts")
     starts = partition([balance.of(cost) for cost in costs], pieces)
     return replace(plan(trial, [chain.names[start] for start in starts]), chain=chain)
@@ -154,11 +147,8 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
 
 def joints(module: nn.Module, run_of: Callable[[nn.Module], Run]) -> tuple[str, ...]:
     """Modules at whose inputs the network may be cut: every block of the likeliest chain that can be cut between all
-    blocks, and the first module after it. Empty if there is no such chain.
-
-    Args:
-        run_of: maps a copy of the module to a function that returns its loss on a small batch, the same each time.
-    """
+    blocks, and the first module after it. Empty if there is no such chain. `run_of`: maps a copy of the module to a
+    function that returns its loss on a small batch, the same each time."""
     copied = trial_copy(module)
     with uncompiled():
         return _joints(Trial(copied, run_of(copied)), _likeliest(module))

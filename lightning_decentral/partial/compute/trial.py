@@ -53,7 +53,7 @@ class Trial:
         return type(self.module).__name__
 
     def try_out(self) -> None:
-        """ValueError if the step itself can't run on the copy."""
+        """Raise ValueError if the step itself can't run on the copy."""
 
         def once() -> None:
             self.run()

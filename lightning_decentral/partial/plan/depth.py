@@ -103,7 +103,7 @@ def of_fraction(fraction: float, segments: int) -> int:
 
 
 def check_fractions(fractions: tuple[float, ...]) -> None:
-    """ValueError if a fraction isn't in (0, 1] or there is none."""
+    """Raise ValueError if a fraction isn't in (0, 1] or there is none."""
     wrong = [f for f in fractions if not 0 < f <= 1]
     if wrong or not fractions:
         raise ValueError(f"fractions must be in (0, 1] and at least one, got {fractions}: 1 is the full depth")
@@ -182,7 +182,7 @@ class Temporal(DepthAssignment):
     such as the default, as much as `Full` needs. By default the first quarter of the run is at full depth.
     """
 
-    warm_up: float = 0.25  # lost least in measurements (benchmarks/partial.py accuracy)
+    warm_up: float = 0.25  # the order with the lowest loss in measurements (benchmarks/partial.py accuracy)
     order: Order = field(default_factory=Cyclic)
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:

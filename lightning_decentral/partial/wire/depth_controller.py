@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from lightning_decentral.partial.compute.cut import Bypass, Cutter
@@ -15,19 +16,12 @@ from lightning_decentral.partial.plan.depth import DepthAssignment, check, contr
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
 from lightning_decentral.shared.compute.device import DeviceSteps
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
-from lightning_decentral.shared.wire.gradients import at_the_end
 from lightning_decentral.shared.wire.transport import Wire
 
 
 class DepthController:
-    """Cuts `module` at each step as the depth assignment requires.
-
-    Args:
-        place: this worker's rank and share of the batch.
-
-    Raises:
-        ValueError: the assignment leaves a segment without contributors.
-    """
+    """Cuts `module` at each step as the depth assignment requires. `place`: this worker's rank and share of the batch.
+    ValueError: the assignment leaves a segment without contributors."""
 
     def __init__(self, module: nn.Module, plan: CutPlan, assignment: DepthAssignment, place: Rank) -> None:
         check(assignment, place.size, plan.segments)
@@ -37,7 +31,7 @@ class DepthController:
         for name, segment in plan.segment_of.items():
             self.segments[segment].append(parameters[name])
         self.bypass = Bypass()  # active from a forward to the end of its backward
-        self.step, self.contributors = -1, list[tuple[int, ...]]()  # of the latest step that was cut
+        self.step, self.contributors = -1, list[tuple[int, ...]]()  # state of the latest step that was cut
         self._cutter = Cutter(module, plan.boundaries)
         self.own(0)
 
@@ -120,8 +114,9 @@ class CutSteps(DeviceSteps):
 
     def before(self, loss: Any) -> None:
         self.begin()
-        # Within the backward: the update uses what the user's hooks see and change afterwards.
-        at_the_end(loss, self.end)
+        # Within the backward, where alone its end can be waited for: the update uses what the user's hooks see and
+        # change afterwards.
+        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(self.end))
 
     def begin(self) -> None:
         """Prepare for a backward; only the last backward of an accumulated step sends gradients."""
@@ -139,7 +134,7 @@ class CutSteps(DeviceSteps):
                 self.reducer.finish()
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Handle parameters that no worker trained in this step, before the optimizer's update."""
+        """Apply `absent` to parameters that no worker trained in this step, before the optimizer's update."""
         if self.reducer is not None:
             self.reducer.serve([p for group in optimizer.param_groups for p in group["params"]])
         if self.driver is not None:

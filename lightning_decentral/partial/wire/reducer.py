@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
 from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.gradients import Average, GradientBucket, Launcher, flag, pack, used
-from lightning_decentral.shared.wire.transport import Transport
+from lightning_decentral.shared.wire.transport import Transport, of_all
 
 Ranks = tuple[int, ...]
 Group = Callable[[Sequence[Sequence[int]] | None], Transport | None]
@@ -108,28 +108,21 @@ class Reducer(Average):
 
     A segment with all workers as contributors is all-reduced. With k of n, they reduce it to one contributor, which
     sends it to all; other workers send nothing. Without contributors nothing is sent and no gradient appears.
-
-    Args:
-        segments: parameters of each segment from the bottom.
-        group: makes process groups; every worker calls it at the same point.
-        hosts: the same for CPU tensors.
-        bucket_bytes: maximum size of gradients sent together, unless one parameter is larger; by default
-            `bucket_bytes_of` them.
     """
 
     def __init__(
         self,
-        segments: Sequence[Sequence[nn.Parameter]],
+        segments: Sequence[Sequence[nn.Parameter]],  # parameters of each segment from the bottom
         place: Rank,
-        group: Group,
-        hosts: Group,
-        bucket_bytes: int | None = None,
+        group: Group,  # makes process groups; every worker calls it at the same point
+        hosts: Group,  # the same for CPU tensors
+        bucket_bytes: int | None = None,  # of gradients sent together, at most; as in `Packing`
     ) -> None:
         super().__init__()
         self.sent_bytes = 0.0  # this worker's part of the traffic so far (in a collective, the mean over workers)
         self._segments, self._place, self._bucket_bytes = segments, place, bucket_bytes
         self._group, self._world, self._hosts = group, of_all(group), of_all(hosts)
-        self._groups: dict[Ranks, Transport | None] = {}  # of contributors
+        self._groups: dict[Ranks, Transport | None] = {}  # groups by contributors
         self._launcher = Launcher(self._launch)
         self._packing = Packing([], bucket_bytes)
         self._served: Sequence[nn.Parameter] = ()
@@ -148,12 +141,12 @@ class Reducer(Average):
     def close(self) -> None:
         """Remove the hooks from the parameters."""
         self._launcher.watch(())
-        self._reported = []  # no worker waits for the last answers
+        self._reported = []  # the last comparison is still to be read
 
     # ---- one backward -------------------------------------------------------------------------------------------
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
-        """RuntimeError for a trained parameter that belongs to no segment."""
+        """Raise RuntimeError for a trained parameter that belongs to no segment."""
         if same(parameters, self._served):
             return
         known = {p for segment in self._segments for p in segment}
@@ -222,10 +215,3 @@ class Reducer(Average):
                     f"a gradient appeared below the cut, in segment {segment}, so the network ran differently from the "
                     "first step: keep its forward the same, or train this part with strategy='ddp'"
                 )
-
-
-def of_all(group: Group) -> Transport:
-    """Make a new process group of all workers. Collective."""
-    made = group(None)
-    assert made is not None
-    return made

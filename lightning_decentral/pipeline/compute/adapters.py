@@ -21,12 +21,8 @@ from lightning_decentral.shared.plan.profile import BlockCost
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a `Chain`: the modules that it consists of, and its forward.
-
-    Args:
-        parts: the modules that the block consists of; other stages leave them out.
-        run: the block's forward; usually the only part itself.
-    """
+    """One block of a `Chain`: the modules of which it consists, and which other stages leave out, and its forward,
+    usually the only module itself."""
 
     parts: tuple[nn.Module, ...]
     run: Callable[[Tensor], Tensor]
@@ -72,7 +68,7 @@ class Chain(Pipelined):
         own = {part for block in self._own(place) for whole in block.parts for part in whole.modules()}
         others = {part for block in self._blocks for part in block.parts} - own
         for parent in list(self.module.modules()):
-            # Not `named_children`, which names a module once that stands in several places.
+            # Not `named_children`, which lists a module once even if it stands in several places.
             left = {name: nn.Identity() for name, child in parent._modules.items() if child in others}
             if left:
                 self._replace(parent, left)
@@ -92,7 +88,7 @@ class Chain(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        # The batch is the user's: a block that writes to what it is given would change it, and be recomputed from that.
+        # A copy: a block that writes to its input would change the user's batch, from which it is recomputed.
         output = call.inputs.clone() if hidden is None else hidden
         for block in self._own(place):
             output = block.run(output)
@@ -142,13 +138,13 @@ KNOWN: dict[str, Callable[[Any, torch.device], Pipelined]] = {
 
 
 def known(module: nn.Module) -> list[tuple[Any, str]]:
-    """The known models in `module`, each with its name in `KNOWN`."""
+    """Find the known models in `module`, each with its name in `KNOWN`."""
     kinds = {part: [c.__name__ for c in type(part).__mro__ if c.__name__ in KNOWN] for part in module.modules()}
     return [(part, names[0]) for part, names in kinds.items() if names]
 
 
 def depth(module: nn.Module) -> int | None:
-    """Number of blocks of the one known model in `module`, without a trial of it; None if there isn't exactly one."""
+    """Return the number of blocks of the one known model in `module`, without a trial; None if there isn't one."""
     found = known(module)
     if len(found) != 1:
         return None
@@ -159,14 +155,8 @@ def depth(module: nn.Module) -> int | None:
 
 
 def find(module: nn.Module, device: torch.device = HOST) -> Pipelined:
-    """Find the one model in `module` that a pipeline can cut, and adapt it.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: no such model, several, or one that can't be cut.
-    """
+    """Find the one model in `module` that a pipeline can cut, and adapt it. `device`: the device that trains the model.
+    ValueError: no such model, several, or one that can't be cut."""
     found = known(module)
     if len(found) != 1:
         names = ", ".join(type(part).__name__ for part, _ in found) or "none"

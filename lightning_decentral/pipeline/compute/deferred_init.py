@@ -26,7 +26,7 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defaul
 class _View:
     """Storage, place and dtype of a tensor when an operation used it: `tensor.data = ..` may change them later."""
 
-    storage: Any  # holding it keeps its key from being used again
+    storage: Any  # a reference, so that its key isn't used again
     place: tuple[Any, ...]
     dtype: torch.dtype
 
@@ -52,7 +52,7 @@ class _Given:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Given":
-        # Others may write to it before it is read: a small one is copied, a large one refused if its version changed.
+        # Other code may write to the tensor before it's read: small tensors are copied, changed large ones refused.
         own = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else tensor
         return cls(own, own._version)
 
@@ -95,7 +95,7 @@ class _Done:
             found = tree_leaves(self.function(*args, **kwargs))
         finally:
             torch.set_default_dtype(default)
-        generator.set_state(before)  # what is drawn afterwards knows nothing of the repetition
+        generator.set_state(before)  # later random draws don't depend on the repetition
         for mine, view in zip(found, tree_leaves(self.result), strict=True):
             if isinstance(view, _View) and view.key not in storages:
                 assert (mine.dtype, *_place(mine)) == (view.dtype, *view.place), f"{self.function} made another tensor"
@@ -139,7 +139,7 @@ class Deferred(TorchDispatchMode):
         if given and not _metas(given):
             return func(*args, **kwargs)
         leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type != "meta"
-        # It needs the values themselves, as a copy to a real device does, or writes to a tensor that has memory.
+        # The operation needs values, as a copy to a real device does, or writes to a tensor that has memory.
         if leaves or func in READS or len(written := _written(func, args, kwargs)) > len(_metas(written)):
             args, kwargs = tree_map_only(Tensor, self.made, (args, kwargs))
             return func(*args, **kwargs)
@@ -193,11 +193,7 @@ class Deferred(TorchDispatchMode):
 
     def materialize(self, tensors: Iterable[Tensor], kept: Set[Tensor]) -> None:
         """Give memory and values to buffers and kept parameters, and an empty shape to other parameters. The tensor
-        objects stay the same.
-
-        Raises:
-            ValueError: a hook on one of the tensors, which would be lost.
-        """
+        objects stay the same. ValueError: a hook on one of the tensors, which would be lost."""
         own = [tensor for tensor in tensors if _deferred(tensor)]
         for tensor in own:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -210,9 +206,9 @@ class Deferred(TorchDispatchMode):
             values = self.made(tensor) if stays else torch.empty(0, dtype=tensor.dtype)
             like = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
             like.__class__ = type(tensor)
-            like.__dict__.update(tensor.__dict__)  # marks that others left there
+            like.__dict__.update(tensor.__dict__)  # attributes that other code has set on the tensor
             torch.utils.swap_tensors(tensor, like)
-        self._done.clear()  # and what the operations were given with it
+        self._done.clear()  # and the operations' arguments
         self._of.clear()
 
 

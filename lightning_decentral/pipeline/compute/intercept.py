@@ -35,11 +35,7 @@ def answering(model: Pipelined, answer: Callable[[Call], Any]) -> Iterator[None]
 
 
 def called(model: Pipelined, step: Callable[[], Any]) -> Call:
-    """Run `step` up to its call of the model, and return that call.
-
-    Raises:
-        ValueError: the step returned without a call.
-    """
+    """Run `step` up to its call of the model, and return that call. ValueError: the step returned without a call."""
     try:
         with answering(model, _reach):
             step()
@@ -78,14 +74,8 @@ class Suspended:
         self.call = self._calls[0]
 
     def go_on(self, answer: Callable[[Call], Any]) -> Any:
-        """Answer the step's call, let the step continue, and return its result.
-
-        Args:
-            answer: computes the call's result; it runs in the step's thread.
-
-        Raises:
-            ValueError: the step called the model again.
-        """
+        """Answer the step's call, let the step continue, and return its result. `answer`: computes the call's result;
+        it runs in the step's thread. ValueError: the step called the model again."""
         self._while_it_runs(lambda: self._proceed(answer))
         return self._result
 

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # as torch's optimizers; torch.compiler.disable imports much
+from torch._compile import _disable_dynamo  # as torch's optimizers do; torch.compiler.disable imports much
 
 
 class LayerRows:
-    """Keys, or values, of one layer for one micro-batch: [..., length, head].
-
-    Args:
-        length: tokens of the whole sequence.
-    """
+    """Keys, or values, of one layer for one micro-batch, for `length` tokens in all: [..., length, head]."""
 
     def __init__(self, length: int) -> None:
         self.rows: Tensor | None = None
@@ -47,17 +43,14 @@ class LayerRows:
         return rows[..., :stop, :]
 
     def give_back(self, grad: Tensor, start: int, stop: int) -> Tensor:  # (.., stop, head)
-        """Return the whole gradient of rows start..stop, given the gradient of the prefix :stop.
-
-        Raises:
-            RuntimeError: a later slice's backward hasn't run yet; the gradient would be silently wrong.
-        """
+        """Return the whole gradient of rows start..stop, given the gradient of the prefix :stop. RuntimeError: a later
+        slice's backward hasn't run yet; the gradient would be silently wrong."""
         if stop != self._returned:
             raise RuntimeError(f"slice {start}..{stop} runs backward before slice ..{self._returned}: last slice first")
         total = grad if self._carried is None else grad + self._carried
         self._returned = start
         self._carried = total[..., :start, :]  # later slices' gradient of these keys, until their own slice's backward
-        if start == 0:  # the last backward: nothing is needed any more
+        if start == 0:  # after the last backward pass no rows are needed
             self.rows = self._carried = None
         return total[..., start:, :]
 

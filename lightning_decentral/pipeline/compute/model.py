@@ -24,21 +24,14 @@ Shape = tuple[tuple[int, ...], torch.dtype]  # Shape and dtype of a hidden state
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model by the user's step, for one micro-batch.
+    """One call of the model by the user's step, for one micro-batch."""
 
-    Args:
-        inputs: [batch, length, ..]; the input of the first stage.
-        attention_mask: [batch, length] of ones and zeros, or None.
-        position_ids: [batch, length], or None: 0, 1, 2, ..
-        extra: what only the answer needs (labels).
-        documents: [batch, length]: the number of each token's document, where a row packs several that don't see
-            each other; None: they do, or there is but one.
-    """
-
-    inputs: Tensor
-    attention_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Tensor  # [batch, length, ..]; the input of the first stage
+    attention_mask: Tensor | None = None  # [batch, length] of ones and zeros, or None
+    position_ids: Tensor | None = None  # [batch, length], or None: 0, 1, 2, ..
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what only the answer needs (labels)
+    # [batch, length]: the number of each token's document, where a row packs several that don't see each other; None:
+    # they do, or there is but one.
     documents: Tensor | None = None
 
 
@@ -53,11 +46,7 @@ class StagePlace:
 
 
 class Pipelined(ABC):
-    """Interface of a model that can be cut into stages.
-
-    Args:
-        module: the model that the user's step calls, once.
-    """
+    """Interface of a model that can be cut into stages. `module`: the model that the user's step calls, once."""
 
     sliceable: bool  # True where a sequence may be cut into slices.
 

@@ -3,9 +3,9 @@
 A chunk is one slice of one micro-batch. Its graph begins at the incoming hidden state and ends at the outgoing one;
 keys and values of other slices come and go through `KVCache`.
 
-Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). What a fake
-quantization's observer, or a spectral norm, did for one slice it wouldn't do for the next, nor for the same slice a
-second time: a silent error.
+Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). A fake
+quantization's observer, or a spectral norm, would give the next slice another model, and the same slice a second time
+as well: a silent error.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +74,7 @@ class Recompute(Activations):
     repeats: ClassVar[bool] = True
 
     def run(self, compute: Compute, hidden: Tensor | None) -> Tensor:
-        # A copy each time: a block that writes to its input mustn't change what the backward begins with.
+        # A copy each time: a block that writes to its input mustn't change the input of the recomputation.
         copied = lambda hidden: compute(None if hidden is None else hidden.clone())  # noqa: E731
         # Reentrant, the first stage would get no gradients: none of its inputs requires one.
         output: Tensor = checkpoint(copied, hidden, use_reentrant=False)
@@ -82,23 +82,16 @@ class Recompute(Activations):
 
 
 class Stage:
-    """Runs forward and backward of one stage, chunk by chunk, in one step.
-
-    Args:
-        model: after `keep(place)`.
-        calls: one for each micro-batch.
-        slices: lengths in tokens; `(1,)` for a model without a token axis.
-        weights: computes weight gradients if the schedule splits backwards; None: in the backward.
-    """
+    """Runs forward and backward of one stage, chunk by chunk, in one step."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        calls: Sequence[Call],
-        slices: Sequence[int],
+        calls: Sequence[Call],  # one for each micro-batch
+        slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,
+        weights: SplitWeights | None = None,  # if the schedule splits backwards; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
@@ -150,15 +143,9 @@ class Stage:
 
 @contextmanager
 def unchanged(module: nn.Module, among: str, remedy: str) -> Iterator[None]:
-    """Check that forwards in this context leave the module's buffers unchanged.
-
-    Args:
-        among: describes these forwards.
-
-    Raises:
-        ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't
-            read, may change.
-    """
+    """Check that forwards in this context leave the module's buffers unchanged. `among`: describes these forwards.
+    ValueError: afterwards, if a buffer has changed; running statistics of norms, which a training forward doesn't read,
+    may change."""
     before = {name: buffer.detach().clone() for name, buffer in _read_buffers(module)}
     yield
     for name, buffer in _read_buffers(module):

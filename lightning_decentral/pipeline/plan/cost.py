@@ -29,17 +29,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost model: seconds(tokens, context). Without context, linear between measured points (and beyond the last).
+    """Cost model: seconds(tokens, context). Without context, linear between measured points (and beyond the last)."""
 
-    Args:
-        alone: (tokens, seconds) without context, ascending, at least two.
-        coefficients: a0, a1, a2, a3.
-        error: the root mean square of (predicted - measured) / measured over the fitted measurements.
-    """
-
-    alone: tuple[tuple[int, float], ...]
-    coefficients: tuple[float, float, float, float]
-    error: float = 0.0
+    alone: tuple[tuple[int, float], ...]  # (tokens, seconds) without context, ascending, at least two
+    coefficients: tuple[float, float, float, float]  # a0, a1, a2, a3
+    error: float = 0.0  # the root mean square of (predicted - measured) / measured over the fitted measurements
 
     def __call__(self, tokens: int, context: int) -> float:
         """Predict the seconds of a slice: positive."""
@@ -61,11 +55,8 @@ def _row(tokens: int, context: int) -> np.ndarray:
 
 
 def fit(measurements: Iterable[Measured]) -> CostModel:
-    """Fit the cost model with the least squared relative error.
-
-    Raises:
-        ValueError: fewer than two lengths without context, or fewer than four measurements with context.
-    """
+    """Fit the cost model with the least squared relative error. ValueError: fewer than two lengths without context, or
+    fewer than four measurements with context."""
     alone: dict[int, list[float]] = {}
     with_context = []
     for m in measurements:
@@ -134,20 +125,13 @@ def through(short: tuple[int, float], long: tuple[int, float]) -> Link:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Measured costs of one stage.
-
-    Args:
-        loss_seconds: of the loss over a whole micro-batch, forward and backward; 0 except on the last stage.
-        link: to the next stage and back; 0 for the last stage.
-        stretch: the largest factor by which a measured step exceeded the timeline of its parts; 1 if none did.
-
-    """
+    """Measured costs of one stage."""
 
     forward: CostModel
     backward: CostModel
-    loss_seconds: float = 0.0
-    link: Link = Link()
-    stretch: float = 1.0
+    loss_seconds: float = 0.0  # of the loss over a whole micro-batch, forward and backward; 0 except on the last stage
+    link: Link = Link()  # to the next stage and back; 0 for the last stage
+    stretch: float = 1.0  # the largest factor by which a measured step exceeded the timeline of its parts
 
 
 def action_seconds(profiles: Sequence[StageCost], slices: Sequence[int], action: Action) -> float:

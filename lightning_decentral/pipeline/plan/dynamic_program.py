@@ -12,15 +12,12 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_decentral.shared.plan.arguments import at_least
-from lightning_decentral.shared.plan.linear_partition import Costs
+from lightning_decentral.shared.plan.linear_partition import Costs, boundaries, cheapest_ways
 
 
 def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Costs:
     """Cost table: [end, start] is seconds(tokens, context) of the piece between two boundaries; else infinite.
-
-    Raises:
-        ValueError: a cost that isn't a positive, finite number.
-    """
+    ValueError: a cost that isn't a positive, finite number."""
     count = len(boundaries)
     costs = np.full((count, count), np.inf)
     for end in range(1, count):
@@ -48,31 +45,17 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
     Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
     """
-    count = len(costs)
-    max_pieces = min(max_pieces, count - 1)  # no cut has more
-    allowed = np.where(costs <= bound, costs, np.inf)
-    best = np.full((max_pieces + 1, count), np.inf)
-    best[0, 0] = 0.0
-    before = np.zeros((max_pieces + 1, count), dtype=int)
-    for pieces in range(1, max_pieces + 1):
-        sums = allowed + best[pieces - 1][None, :]
-        before[pieces] = sums.argmin(axis=1)
-        best[pieces] = sums[np.arange(count), before[pieces]]
+    # No cut has more pieces than places.
+    best, before = cheapest_ways(np.where(costs <= bound, costs, np.inf), min(max_pieces, len(costs) - 1))
     pieces = int(best[:, -1].argmin())
     if not np.isfinite(best[pieces, -1]):
         return None
-    at = [count - 1]
-    for c in range(pieces, 0, -1):
-        at.append(int(before[c, at[-1]]))
-    return Cuts(float(best[pieces, -1]), tuple(reversed(at)))
+    return Cuts(float(best[pieces, -1]), boundaries(before[1 : pieces + 1]))
 
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:
     """Return the cut that attains min over t in candidates of whole(t) + factor * t, exactly; None if no bound works.
-
-    Args:
-        whole: the best cut under bound t; its cost never grows with t.
-    """
+    `whole`: the best cut under bound t; its cost never grows with t."""
     bounds = sorted(set(candidates))
     best: tuple[float, Cuts] | None = None
     intervals = [(0, len(bounds) - 1)]
@@ -95,11 +78,7 @@ def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | Non
 
 def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
     """Boundaries of pieces of this size, including both ends; the last piece is shorter if the size doesn't divide the
-    length.
-
-    Raises:
-        ValueError: a number below 1.
-    """
+    length. ValueError: a number below 1."""
     at_least_1(length_tokens=length_tokens, granularity=granularity)
     return [*range(0, length_tokens, granularity), length_tokens]
 

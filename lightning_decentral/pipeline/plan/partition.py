@@ -1,6 +1,6 @@
 """Pipeline partition: which blocks each stage gets (equal numbers, fastest slowest stage, or given numbers).
 
-    min over cuts of  max over stages of (sum of the stage's block seconds + what only the first or last stage has)
+    min over cuts of  max over stages of (sum of the stage's block seconds + embedding or head of an outer stage)
 
 Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured times and memory).
 """
@@ -25,7 +25,7 @@ def weighed(parameter_bytes: int) -> BlockCost:
 
 
 def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
-    """ValueError for more stages than blocks: a stage without a block would only pass on its input."""
+    """Raise ValueError for more stages than blocks: a stage without a block would only pass on its input."""
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(f"{num_stages} stages for a model of {num_blocks} blocks: use 1 to {num_blocks} stages")
 

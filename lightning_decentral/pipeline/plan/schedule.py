@@ -13,8 +13,8 @@ A stage posts receives before the actions that need them:
 
 Over NCCL a posted receive is a running kernel, and so is a send until its receive is posted. Whatever waits for a whole
 device (freed memory, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead can deadlock: the
-sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent only what
-comes before X, and posted only receives of that, so it waits only for stages at earlier actions. The earliest goes on.
+sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent and posted
+only messages of actions before X, so it waits only for stages at earlier actions. The earliest goes on.
 
 Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late.
 """
@@ -152,7 +152,7 @@ def _backwards(stage: int, microbatches: Sequence[int], num_slices: int) -> Iter
 
 
 def check(stages: Sequence[Sequence[Action]], num_microbatches: int, num_slices: int) -> None:
-    """ValueError unless every stage takes every chunk forward and backward exactly once, without a deadlock."""
+    """Raise ValueError unless every stage takes every chunk forward and backward exactly once, without a deadlock."""
     for stage, actions in enumerate(stages):
         complete = {*_forwards(stage, num_microbatches, num_slices)}
         complete |= {*_backwards(stage, range(num_microbatches), num_slices)}

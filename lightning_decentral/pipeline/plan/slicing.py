@@ -58,11 +58,8 @@ def plan(
 
 
 def balance(length_tokens: int, num_slices: int, seconds: Seconds, *, granularity: int = 1) -> tuple[int, ...]:
-    """Cut into exactly `num_slices` slices whose largest cost is smallest.
-
-    Raises:
-        ValueError: more slices than pieces of this granularity.
-    """
+    """Cut into exactly `num_slices` slices whose largest cost is smallest. ValueError: more slices than pieces of this
+    granularity."""
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     at = linear_partition(table(boundaries, seconds), num_slices)
@@ -118,11 +115,8 @@ class Situation:
 
 
 def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple[int, ...]:
-    """Cut into slices of equal length; otherwise the first slices are longer by `granularity`.
-
-    Raises:
-        ValueError: more slices than pieces of this granularity.
-    """
+    """Cut into slices of equal length; otherwise the first slices are longer by `granularity`. ValueError: more slices
+    than pieces of this granularity."""
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_slices=num_slices)
     short, longer = divmod(len(boundaries) - 1, num_slices)

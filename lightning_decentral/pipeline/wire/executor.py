@@ -105,12 +105,8 @@ Edges = Mapping[tuple[Kind, int], Edge]  # Edges of one stage: (direction, neigh
 
 
 class Channel:
-    """Sends and receives one stage's messages to and from its neighbours during one step.
-
-    Args:
-        edges: of this stage; empty without neighbours.
-        shapes: of each forward message, by (micro-batch, slice, sending stage).
-    """
+    """Sends and receives one stage's messages to and from its neighbours during one step. `edges`: of this stage; empty
+    without neighbours. `shapes`: of each forward message, by (micro-batch, slice, sending stage)."""
 
     def __init__(
         self,
@@ -188,7 +184,7 @@ LossOf = Callable[[int, Tensor], Tensor]
 """(micro-batch, output of the last stage, all slices joined) -> the loss, a scalar."""
 
 Clock = Callable[[], float]  # Seconds since any moment.
-_name = cache(str)  # of an action: a profile names each, and a run has few
+_name = cache(str)  # names of actions, cached: a run has few
 
 
 class Executor:
@@ -211,15 +207,8 @@ class Executor:
         """Seconds of the loss, forward and backward, included in `own_seconds`."""
 
     def run(self, actions: Sequence[Action], posts: Posts | None = None) -> None:
-        """Run all actions in order.
-
-        Args:
-            posts: the receives to post before each action; by default two ahead.
-
-        Raises:
-            AssertionError: a backward needs another order of actions.
-            PeerLost: a neighbouring stage ended.
-        """
+        """Run all actions in order. `posts`: the receives to post before each action; by default two ahead.
+        AssertionError: a backward needs another order of actions. PeerLost: a neighbouring stage ended."""
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         posts = two_ahead(actions) if posts is None else posts
         for action in actions:

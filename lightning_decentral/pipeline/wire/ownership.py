@@ -20,12 +20,8 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]  # Shape, type, and whether it 
 
 
 class Ownership:
-    """Tracks which parameters of a module this stage has, and which other stages share them.
-
-    Args:
-        module: the whole module, which contains the pipelined model.
-        over: the stages of this pipeline; None: a single stage.
-    """
+    """Tracks which parameters of a module this stage has, and which other stages share them. `module`: the whole
+    module, which contains the pipelined model. `over`: the stages of this pipeline; None: a single stage."""
 
     def __init__(self, module: nn.Module, model: Pipelined, place: StagePlace, over: Transport | None) -> None:
         self._module, self._model, self._over = module, model, over
@@ -33,7 +29,7 @@ class Ownership:
         """First name of each parameter of the whole model, in the model's order."""
         self.state_keys = list(module.state_dict())
         """Keys of the whole model's state_dict."""
-        self._shapes = {parameter: parameter.shape for parameter in self.order}  # other stages' will be empty
+        self._shapes = {parameter: parameter.shape for parameter in self.order}  # those of others will be empty
         inside = set(model.module.parameters())
         model.keep(place)
         self.kept = set(module.parameters())
@@ -68,7 +64,7 @@ class Ownership:
         return torch.tensor([here.get(name, -1.0) for name in self.several], dtype=torch.float64)
 
     def refuse_uneven(self, flags: Tensor) -> None:  # (stages, several)
-        """RuntimeError on all stages for a parameter that only some stages train, by the `flags` of each stage."""
+        """Raise RuntimeError on all stages for a parameter that only some stages train, by each stage's `flags`."""
         for name, column in zip(self.several, flags.unbind(1), strict=True):
             if len({flag for flag in column.tolist() if flag >= 0}) > 1:
                 raise RuntimeError(
@@ -77,11 +73,8 @@ class Ownership:
                 )
 
     def refuse_changed(self, together: bool = False) -> None:
-        """RuntimeError if this stage's parameters, or their names, have changed since set-up.
-
-        Args:
-            together: raise on all stages if one stage's have changed; then collective.
-        """
+        """RuntimeError if this stage's parameters, or their names, have changed since set-up. `together`: raise on all
+        stages if one stage's have changed; then collective."""
         now, reason = self._names if self._over is None else _named(self._module), ""
         if now != self._names:
             changed = next(p for p in (*self._names, *now) if self._names.get(p) != now.get(p))
@@ -142,14 +135,14 @@ class Ownership:
         self.share_buffers(device)
         held = self._forms(everywhere=False)
         self._model.restore()
-        self._module.cpu()  # then tensor by tensor: a device needs room only for its own stage
+        self._module.cpu()  # then tensor by tensor: a device has memory for its own stage only
         over, self._over = self._over, None  # the group ends with the fit
         if over is None:
             return
         whole = {name: p for name, p in self._module.state_dict(keep_vars=True).items() if isinstance(p, nn.Parameter)}
         trained = gather_objects(over, {name for name, parameter in whole.items() if parameter.requires_grad})
         for name in (name for name in self.state_keys if name in whole):  # in one order: permanent pruning changes it
-            # The last stage's, also if all stages have the tensor: only there a step may have written to it.
+            # From the last stage, even if all stages have the tensor: only there a step may have written to it.
             owner = [r for r, keys in enumerate(self._keys) if name in keys][-1]
             tensor = whole[name]
             shape = self._shapes.get(tensor, tensor.shape)
@@ -195,14 +188,8 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, str]]:
 
 
 def check_same_groups(workers: Sequence[Sequence[Sequence[Mapping[str, str]]]]) -> None:
-    """Check that one checkpoint can hold the parameter groups of all workers.
-
-    Args:
-        workers: `settings_of` each optimizer of each worker.
-
-    Raises:
-        ValueError: on all workers, the optimizers' groups have become different.
-    """
+    """Check that one checkpoint can hold the parameter groups of all workers. `workers`: `settings_of` each optimizer
+    of each worker. ValueError: on all workers, the optimizers' groups have become different."""
     for rank, others in enumerate(workers):
         for theirs, ours in zip(others, workers[0], strict=True):
             if theirs == ours:
@@ -239,11 +226,8 @@ def optimizer_whole(parts: Sequence[State], order: Sequence[str]) -> State:
 
 
 def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> State:
-    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer.
-
-    Raises:
-        ValueError: the state has other parameter groups.
-    """
+    """Extract one stage's part of the whole optimizer state, by the numbers in its own optimizer. ValueError: the state
+    has other parameter groups."""
     sizes, wanted = [len(group["params"]) for group in whole["param_groups"]], [len(group) for group in groups]
     if sizes != wanted:
         raise ValueError(

@@ -48,18 +48,12 @@ COUNTS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measurements of one step of all stages, repeated several times.
-
-    Args:
-        seconds: the median of the steps.
-        own: processor seconds of each action, the mean.
-        loss_seconds: the loss's part of `own`.
-    """
+    """Measurements of one step of all stages, repeated several times."""
 
     slices: tuple[int, ...]
-    seconds: float
-    own: Mapping[Action, float]
-    loss_seconds: float
+    seconds: float  # the median of the steps
+    own: Mapping[Action, float]  # processor seconds of each action, the mean
+    loss_seconds: float  # the loss's part of `own`
 
     def stretch(self, actions: Sequence[Sequence[Action]], links: Sequence[Link]) -> float:
         """Return w_S; messages that were measured to take longer than the step count as free."""
@@ -190,11 +184,7 @@ def clock(device: torch.device) -> Clock:
 
 
 class SlicePlanner:
-    """Plans the slices for each micro-batch size and sequence length.
-
-    Args:
-        schedule: the schedule for which slices are planned.
-    """
+    """Plans the slices for each micro-batch size and sequence length, under one schedule."""
 
     def __init__(self, schedule: Schedule, microbatches: int) -> None:
         self._schedule, self.microbatches = schedule, microbatches

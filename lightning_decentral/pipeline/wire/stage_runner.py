@@ -25,27 +25,20 @@ Program = tuple[Sequence[Action], Posts]  # Actions of a stage in a step, and wh
 
 
 class StageRunner:
-    """Runs one stage of one pipeline.
-
-    Args:
-        model: after `keep(place)`.
-        over: the stages, for small messages; None: a single stage.
-        edges: to the neighbours, for hidden states and gradients.
-        hosts: the stages over CPU tensors, for what a training step reports; None: a single stage.
-    """
+    """Runs one stage of one pipeline."""
 
     def __init__(
         self,
-        model: Pipelined,
+        model: Pipelined,  # after `keep(place)`
         place: StagePlace,
-        over: Transport | None,
-        edges: Edges,
+        over: Transport | None,  # the stages, for small messages; None: a single stage
+        edges: Edges,  # to the neighbours, for hidden states and gradients
         *,
         schedule: Schedule,
         activations: Activations,
         boundary: Boundary,
         device: torch.device,
-        hosts: Transport | None = None,
+        hosts: Transport | None = None,  # the same over CPU tensors, for what a step reports; None: a single stage
     ) -> None:
         self.model, self.place, self.over, self.hosts = model, place, over, hosts
         self._edges, self.schedule, self._activations = edges, schedule, activations
@@ -75,11 +68,7 @@ class StageRunner:
         return own, in_step(stages, slices)[self.rank] if queued else two_ahead(own)
 
     def evaluate(self, call: Call, slices: Sequence[int]) -> Tensor:
-        """Return the model's output on every stage. Collective.
-
-        Raises:
-            ValueError: this stage's inputs differ from the last stage's.
-        """
+        """Return the model's output on every stage. Collective. ValueError: its inputs differ from the last stage's."""
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
@@ -146,7 +135,7 @@ class StageRunner:
     def _learn(self, call: Call) -> None:
         """Learn unknown shapes: run zeros once through all stages, one after the other. Collective."""
         shapes: list[Shape] = []
-        # Dropout draws no numbers, and running statistics don't see the zeros.
+        # In evaluation mode: dropout draws no numbers, and running statistics don't change.
         with evaluating(self.model.module), put_back(self.model.module):
             for r in range(self.size):
                 mine: Shape | None = None

@@ -1,4 +1,4 @@
-"""Parts of the planner that are arithmetic alone, without torch: placement on hosts, which links to measure.
+"""Arithmetic of the planner, without torch: placement of ranks on hosts, groups to measure, cost of Muon.
 
 Public: `placement` and `host_links`.
 """

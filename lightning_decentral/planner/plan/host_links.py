@@ -49,7 +49,7 @@ class HostLinks:
 
     def seconds(self, message_bytes: float) -> Matrix:
         """Seconds of a message, [source, target]; 0 on the diagonal."""
-        # The diagonal may hold anything, zeros too.
+        # The diagonal is ignored, and may hold zeros.
         with np.errstate(divide="ignore", invalid="ignore"):
             found = self.latency_seconds + message_bytes / self.bytes_per_second
         np.fill_diagonal(found, 0.0)
@@ -78,8 +78,8 @@ def of(hosts: Sequence[str], pairs: Sequence[Sequence[tuple[float, float]]]) -> 
 
 def read(path: str | Path) -> HostLinks:
     """Read JSON that `HostLinks.write` wrote, or a CSV file with the columns source, target, latency_seconds,
-    bytes_per_second and one line for each direction of each link. ValueError: it can't be read, something else, not
-    square, a link or host that is missing, no latency or rate."""
+    bytes_per_second and one line for each direction of each link. ValueError: the file can't be read, is of another
+    kind or not square, or lacks a link, host, latency or rate."""
     text = text_of(path, "give a file of hosts")
     if Path(path).suffix == ".csv":
         return _listed(path, text)

@@ -1,11 +1,11 @@
-"""Cost of Muon where a profile was made with Adam: its products, by the matrices' shapes, and its memory.
+"""Cost of training with Muon, from a profile made with Adam: matrix products, by the matrices' shapes, and memory.
 
     operations(short s, long l) = 5 (4 s^2 l + 2 s^3)            five times X X^T, its square, and (b A + c A^2) X
     update(block)  = its update with Adam + operations of its hidden matrices / the rate that the profile measured
     state          = hidden + 2 (parameters - hidden)            bytes: momentum_buffer; exp_avg and exp_avg_sq
     while stepping = hidden + 5 min(hidden, max(64 MiB, the largest matrix)), at most
 
-What Adam does element by element stands for what Muon does so.
+Muon's elementwise operations are assumed to take as long as Adam's.
 
 Source: `optim.muon`, `optim.newton_schulz`.
 """
@@ -47,8 +47,8 @@ def products_seconds(model: Model) -> float:
 
 
 def trained_with(model: Model, optimizer: str) -> Model:
-    """The model as this optimizer, named as in `optimizer=`, would train it; its overrides name the optimizer.
-    ValueError: the profile can't tell: it is not of this optimizer, nor is it Muon's cost over Adam's."""
+    """Return the model with the costs of this optimizer, named as in `optimizer=`; its overrides name the optimizer.
+    ValueError: the profile is of another optimizer, and it isn't Muon's cost that is derived from Adam's."""
     others = (one for one in model.words if not re.match(r"[+~]*optimizer\b", one))
     if optimizer == model.optimizer:
         return model

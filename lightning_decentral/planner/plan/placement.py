@@ -2,7 +2,7 @@
 
 cost(order) = (mean over steps of the step's slowest message, mean over steps of the sum of its messages), in seconds
 
-The first number counts: a step is over when its slowest message is. The second one decides between equals. `order[r]`
+Orders are compared by the first number, as a step ends with its slowest message, and if equal by the second. `order[r]`
 is the host of rank r.
 """
 
@@ -23,7 +23,7 @@ Order = tuple[int, ...]
 Step = Sequence[tuple[int, int]]  # messages as (rank of the source, rank of the target)
 MOST_BY_FORCE = 9
 MOST_BY_HELD_KARP = 12
-CHUNK = 20_000  # orders that are priced at once, which bounds the memory
+CHUNK = 20_000  # number of orders whose costs are computed at once, which bounds the memory
 
 
 class Graph(ABC):
@@ -36,7 +36,7 @@ class Graph(ABC):
         """Messages of each step of a period."""
 
     def exact(self, seconds: Matrix) -> Order:
-        """Find the best order of all, here by trying all."""
+        """Find the best of all orders, here by trying each."""
         steps, orders = self.steps(len(seconds)), permutations(range(len(seconds)))
         chunks = iter(lambda: list(islice(orders, CHUNK)), [])
         return min(_best(steps, seconds, np.array(chunk)) for chunk in chunks)[1]
@@ -124,7 +124,7 @@ def _best(steps: Sequence[Step], seconds: Matrix, orders: npt.NDArray[np.int64])
 
 
 def search(steps: Sequence[Step], seconds: Matrix, seed: int, starts: int) -> Order:
-    """Local search from the order as it is and from random ones. Always the best of all swaps of two hosts and all
+    """Local search from the present order and from random ones. Takes the best of all swaps of two hosts and all
     reversals of a piece (2-opt), until none is better. Not exact. Equal seeds give equal orders."""
     random = Random(seed)
     size = len(seconds)
@@ -140,7 +140,7 @@ def _descend(steps: Sequence[Step], seconds: Matrix, order: Order) -> tuple[tupl
         swapped[[i, j]] = same[[j, i]]
         reversed_[i : j + 1] = same[i : j + 1][::-1]
         rows += [swapped, reversed_]
-    moves = np.array(rows)  # [moves, ranks]: whose host a rank gets
+    moves = np.array(rows)  # [moves, ranks]: the rank whose host each rank gets
     best = cost(steps, seconds, order), order
     while True:
         orders = np.array(best[1])[moves]
@@ -158,9 +158,9 @@ class Placement:
     """Order of ranks on hosts, and its cost before and after."""
 
     order: Order
-    before: tuple[float, float]  # the cost of the order as it was
+    before: tuple[float, float]  # cost of the order before
     after: tuple[float, float]
-    exact: bool  # nothing is better
+    exact: bool  # no order is better
 
 
 def place(graph: Graph, seconds: Matrix, *, seed: int = 0, starts: int = 4) -> Placement:

@@ -1,4 +1,4 @@
-"""Network probes: which groups are measured, the fitted line, and refusal of hosts started with different options.
+"""Network probes: groups of workers to measure, the fitted line, and a check that all hosts have the same options.
 
 seconds(bytes) = latency + bytes / bandwidth:  min over latency >= 0, bandwidth > 0 of
     sum over points of (latency + bytes / bandwidth - seconds)^2 / seconds
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_BYTES_PER_SECOND = 1e15  # where larger messages took no longer; a file can't hold infinity
+MOST_BYTES_PER_SECOND = 1e15  # bandwidth where larger messages took no longer, as a file can't hold infinity
 
 Point = tuple[float, float]
 
@@ -20,7 +20,7 @@ class Probe:
 
     reach: str  # `inside` a node or `between` nodes
     groups: tuple[tuple[int, ...], ...]
-    per_node: int  # workers of a group on one node
+    per_node: int  # workers of a group that share a node
 
     @property
     def workers(self) -> int:
@@ -58,7 +58,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     # Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would
     # take a bandwidth from small messages that a buffer on the way swallows whole.
     weights = 1 / seconds
-    # The least under constraints lies where the gradient is zero, or at an end of what is allowed: through zero, level.
+    # The minimum lies where the gradient is zero, or on the border: a line through zero, or a level one.
     slowest = 1 / MOST_BYTES_PER_SECOND
     lines = [(0.0, sizes.sum() / (weights @ sizes**2 or 1.0)), (len(points) / weights.sum(), slowest)]
     if len(set(sizes)) > 1:
@@ -88,8 +88,8 @@ SHARED = {
 class Start:
     """Options with which one worker was started: its host, its devices and the measurements."""
 
-    host: str  # where it runs
-    mistake: str  # what is wrong with its own options or file; empty where nothing is
+    host: str  # the host on which it runs
+    mistake: str  # error in its own options or file; empty if there is none
     per_node: int  # workers of its node
     device: str  # type of its device
     sizes: tuple[int, ...]
@@ -99,7 +99,7 @@ class Start:
 
 
 def refuse_starts(starts: Sequence[Start]) -> None:
-    """ValueError with the first worker's mistake, or the first worker that was started otherwise than worker 0.
+    """Raise ValueError for the first worker with an error, or with other options than worker 0.
     `starts`: in order of rank."""
     names = [f"worker {rank} on {start.host}" for rank, start in enumerate(starts)]
     for name, start in zip(names, starts, strict=True):

@@ -1,14 +1,13 @@
 """Trains n workers in one process, before there is a cluster, and reports which method reaches a loss fastest.
 
 `crew` trains them under one strategy: a `worker` is Lightning's own Trainer in a thread, whose strategy (`binding`)
-takes its part, a `member`, from `rehearsed_strategies`. One has its turn (`turns`) on its copy of the data, or
-gradients are computed some at a time, where that is faster. `jobs` are methods on so many workers, one by one;
-`search` finds a learning rate for each by the losses of `evaluation`. `excess_loss` predicts what gossip's workers
-lose by it, `answer` joins steps with the planner's seconds, `rehearse` keeps to the minutes.
+calls a `member`, the worker's side of the rehearsed strategy (`rehearsed_strategies`). Workers take turns (`turns`), or
+several compute gradients at the same time. A job (`jobs`) is a method on a number of workers; `search` finds its
+learning rate by the losses of `evaluation`. `excess_loss` predicts how much higher losses gossip's workers have than
+their mean, `answer` multiplies steps by predicted seconds, `rehearse` runs all jobs.
 
-One that differs from the real run: first the rounds (`rehearsed_strategies`, `member`), then what Lightning is given
-(`binding`, `loop_settings`), the data's copies (`worker`), the order of sums (`crew`), random numbers and threads
-(`turns`).
+A rehearsal that differs from the real run: look at the rounds (`rehearsed_strategies`, `member`), Lightning's settings
+(`binding`, `loop_settings`), the data's copies (`worker`), the order of sums (`crew`), random numbers (`turns`).
 Public: `rehearse`.
 """
 

@@ -1,4 +1,4 @@
-"""The answer of a rehearsal: steps to the target times the forecast seconds of a step, and what to train with.
+"""The result of a rehearsal: steps to the target times the forecast seconds of a step, and the method to train with.
 
 As values, sentences, a table, and a page (HTML): losses over steps, seconds and bytes. The page needs matplotlib (extra
 `plot`).
@@ -20,8 +20,8 @@ from lightning_decentral.shared.plan.units import shown_bytes
 OF_FORECAST = (0.94, 1.35)
 """Range, in forecast seconds, of nine in ten measured steps (benchmarks/rehearse.py compared)."""
 BEYOND_ERROR = 0.11
-"""Nine in ten extrapolated numbers of steps were nearer to those of longer runs (from benchmarks/rehearse.py)."""
-BEYOND = 1.5  # Multiple of the rehearsed steps beyond which nothing is extrapolated.
+"""Relative error of extrapolated numbers of steps, which nine in ten stayed below (from benchmarks/rehearse.py)."""
+BEYOND = 1.5  # Numbers of steps are extrapolated up to this multiple of the rehearsed steps.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Reached:
 
     Args:
         rate: factor of the learning rates.
-        seeds: steps to the target for each seed; None: neither reached nor near.
+        seeds: steps to the target for each seed; None where it was neither reached nor nearly reached.
         loss: loss on held-out batches at the end, mean of the seeds.
         step_seconds: forecast seconds of a step; None without a profile.
         step_bytes: bytes sent by all workers in a step.
@@ -41,7 +41,7 @@ class Reached:
         excess: mean loss of the workers' own models minus the loss of their mean, at the end.
         excess_predicted: excess predicted by a probe of the first gossip method (`excess_loss`), for gossip.
         rates: number of learning rates that were tried until time was over.
-        given_rate: whether the first method of gossip gave its learning rate, so that no other was tried.
+        given_rate: whether the best learning rate of the first gossip method was taken, so that no other was tried.
         trained: steps of the first seed: fewer than requested at the target, or when time was over.
     """
 
@@ -129,7 +129,7 @@ class Answer:
 
     @property
     def best(self) -> Reached | None:
-        """Best method of the fewest workers that no larger number beats by enough."""
+        """Best method on the smallest number of workers that no larger number beats by enough."""
         found: Reached | None = None
         for workers in self.workers:
             here = self.best_of(workers)
@@ -149,7 +149,7 @@ class Answer:
         return found
 
     def sentences(self) -> list[str]:
-        """Conclusions, as sentences; last, the best method's overrides for a command line where there is one."""
+        """Conclusions as sentences; the last has the best method's overrides for a command line, if there is one."""
         lines = [f"not rehearsed: {title}: {why}" for title, why in self.refused.items()]
         if any(row.extrapolated for row in self.rows):
             lines.append(f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over logarithms")
@@ -181,7 +181,7 @@ class Answer:
         return f"{which} reached {self.target:g} in {max(row.trained for row in self.rows) or self.steps} steps"
 
     def _disagreement(self) -> list[str]:
-        """Excess loss of gossip's workers over their mean, as predicted and as measured."""
+        """Sentences on the excess loss of gossip's workers over their mean, predicted and measured."""
         known = [(row.excess_predicted, row.excess, row) for row in self.rows if row.excess_predicted is not None]
         if not known:
             return []
@@ -193,7 +193,7 @@ class Answer:
         return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
 
     def _over_rates(self) -> list[str]:
-        """Methods to train with at other rates, a line for each number of workers."""
+        """Methods to train with at other rates of the network cards, a line for each number of workers."""
         lines = []
         for workers in self.workers:
             here = [cell for cell in self.cells if cell.workers == workers]
@@ -209,7 +209,7 @@ class Answer:
 
 
 def result_text(row: Reached) -> str:
-    """Result of a method that was rehearsed, as text, while others aren't yet."""
+    """Describe the result of a method as text, while other methods are still to be rehearsed."""
     noise = "" if row.noise is None or row.overrides != BASELINE else f"; {noise_text(row.noise, row.workers)}"
     if row.steps is None:
         return f"{row.loss:.4f} after {row.trained} steps, not at the target{noise}"
@@ -224,7 +224,7 @@ def shown_rate(bytes_per_second: float) -> str:
 
 HEAD = '<!doctype html><html lang="en"><meta charset="utf-8"><title>rehearsal</title>'
 HEADINGS = ("method", "workers", "rates times", "steps", "loss", "excess", "step", "to the target", "sent", "over ddp")
-Across = Callable[[Reached], float | None]  # Amount that a step adds to the horizontal axis; None: unknown.
+Across = Callable[[Reached], float | None]  # Length of a step on the horizontal axis; None if unknown.
 AXES: tuple[tuple[str, Across], ...] = (
     ("steps", lambda row: 1.0),
     ("seconds, forecast", lambda row: row.step_seconds),
@@ -233,7 +233,7 @@ AXES: tuple[tuple[str, Across], ...] = (
 
 
 def page(found: Answer) -> str:
-    """The table, and for each number of workers the curves.
+    """Make the page with the table and, for each number of workers, the curves.
 
     Raises:
         ValueError: no matplotlib.
@@ -278,7 +278,7 @@ def _body(found: Answer) -> Iterator[str]:
 
 
 def _curves(rows: Sequence[Reached], colours: dict[str, str], label: str, across: Across, target: float) -> str:
-    """Validation loss over this; nothing where no row knows it."""
+    """Curves of validation loss over this axis; empty where it is unknown for all rows."""
     known = [(row, each) for row in rows if (each := across(row)) is not None]
     if not known:
         return ""

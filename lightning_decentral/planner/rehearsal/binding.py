@@ -31,38 +31,27 @@ from lightning_decentral.shared.wire.agreement import check_same_model, start_fr
 from lightning_decentral.shared.wire.in_process import InProcessTransport, Mailboxes
 from lightning_decentral.shared.wire.in_process_group import InProcessGroup, ThreadsWorld
 
-LOOK = 10  # Steps from one look at the noise of gradients to the next.
+LOOK = 10  # Steps between two measurements of the gradients' noise.
 
 
 @dataclass
 class Common:
-    """State that the workers of a crew share.
+    """State that the workers of a crew share."""
 
-    Args:
-        strategy: strategy to rehearse, only read.
-        look: barrier, in some steps, at which the noise of equal workers' gradients is measured.
-        meet: barrier of all workers.
-        folder: folder for files that a module writes into its logger's folder.
-
-    Attributes:
-        way: how gradients are computed.
-        mixes: whether workers that drift have rounds.
-    """
-
-    strategy: object
+    strategy: object  # strategy to rehearse, only read
     loop: LoopSettings
     boxes: Mailboxes
     turn: OwnTurn
     quota: Quota
-    look: WorkersBarrier
-    meet: WorkersBarrier
-    folder: str
+    look: WorkersBarrier  # barrier, in some steps, at which the noise of equal workers' gradients is measured
+    meet: WorkersBarrier  # barrier of all workers
+    folder: str  # folder for files that a module writes into its logger's folder
     world: ThreadsWorld = field(default_factory=ThreadsWorld)
-    way: Way = field(default_factory=Way)
-    mixes: bool = True
+    way: Way = field(default_factory=Way)  # how gradients are computed
+    mixes: bool = True  # whether workers that drift have rounds
 
     def close(self) -> None:
-        """End all waits of and for workers, future waits included."""
+        """End all waits of workers, and waits for them, future waits included."""
         for part in (self.quota, self.boxes, self.look, self.meet, self.way):
             part.close()
 
@@ -75,7 +64,7 @@ class Park(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data, steps = trainer.train_dataloader, len(self._binding.losses)
-        if steps and isinstance(data, Iterator):  # the Trainer would begin empty epochs without an end
+        if steps and isinstance(data, Iterator):  # otherwise the Trainer would begin empty epochs for ever
             self._binding.wait()
             raise ValueError(f"a worker has {steps} batches only: rehearse fewer steps")
 
@@ -84,15 +73,8 @@ class Park(Callback):
 
 
 class Binding(DDPStrategy):
-    """Lightning strategy of one rehearsed worker; the module isn't wrapped.
-
-    Attributes:
-        losses: loss of each step, on the worker's own batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-
-    Raises:
-        ValueError: at set-up, the module or the strategy can't be rehearsed.
-    """
+    """Lightning strategy of one rehearsed worker; the module isn't wrapped. ValueError: at set-up, the module or the
+    strategy can't be rehearsed."""
 
     member: Member
 
@@ -100,10 +82,10 @@ class Binding(DDPStrategy):
         super().__init__()
         self._place, self._common = place, common
         self._group = InProcessGroup(InProcessTransport(common.boxes, "default", place.worker, place.workers))
-        self.losses: list[Tensor] = []
-        self.learning_rates: list[float] = []
+        self.losses: list[Tensor] = []  # of each step, on the worker's own batch, before the update
+        self.learning_rates: list[float] = []  # of each step, of the first parameter group
 
-    # ---- the place --------------------------------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -146,7 +128,7 @@ class Binding(DDPStrategy):
                 begin(self._seed)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # From Lightning's first one on, before `setup`: around `prepare_data` it would make a group of gloo's.
+        # Before Lightning's first barrier, around `prepare_data`, which would make a gloo group.
         self._common.world.join(self._group)
         super().barrier(*args, **kwargs)
 
@@ -180,7 +162,7 @@ class Binding(DDPStrategy):
         optimizer = self.optimizers[0]
         scale(optimizer, [one.scheduler for one in self.lr_scheduler_configs], self._common.loop.rate)
         self._rates = self.rates_now()
-        # An update may be made on flat copies, which nobody sees, unless hooks look at it.
+        # An update may be made on flat copies, unless hooks of the optimizer would notice.
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         self._joined = JoinedUpdate(optimizer) if type(optimizer) in ELEMENTWISE and not hooked else None
         self.member = member_of(self._common.strategy, self._module, optimizer, self._place)
@@ -201,7 +183,7 @@ class Binding(DDPStrategy):
     def wait(self) -> None:
         """Wait until a further step is requested."""
         self._common.quota.wait(self.global_rank, len(self.losses))
-        if self.lr_scheduler_configs:  # schedules have set what they set
+        if self.lr_scheduler_configs:  # schedulers have set the learning rates by now
             self._rates = self.rates_now()
 
     def rates_now(self) -> list[float]:
@@ -226,7 +208,7 @@ class Binding(DDPStrategy):
                 self._common.way.end(self.global_rank)
             raise
         self._common.way.end(self.global_rank)
-        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by nobody that a factor reaches
+        if self._common.loop.rate != 1 and self.rates_now() != self._rates:  # set by code that the factor can't reach
             raise ValueError(
                 f"{type(self._module).__name__} sets learning rates by itself, which can't be multiplied by "
                 f"{self._common.loop.rate:g}: give a scheduler in configure_optimizers, or rates=[1]"
@@ -247,7 +229,7 @@ class Binding(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.member.forward(len(self.losses), *args):
             output = self._common.way.forward(self.global_rank, partial(super().training_step, **kwargs), args)
-        if self._begun == len(self.losses):  # an optimizer may come several times
+        if self._begun == len(self.losses):  # called several times for an optimizer
             self.losses.append(torch.as_tensor(loss_of(output).detach()).double())
             self.learning_rates.append(self.rates_now()[0])
         return output
@@ -261,7 +243,7 @@ class Binding(DDPStrategy):
             while ends:
                 ends.pop()()
 
-        if is_overridden("backward", module) and loss.device.type == "cpu":  # what follows in it sees means, too
+        if is_overridden("backward", module) and loss.device.type == "cpu":  # hooks within see means, too
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
         self.member.backward()
         plugin.backward(loss, module, optimizer, *args, **kwargs)

@@ -1,9 +1,9 @@
 """Workers of one strategy in one process: Lightning's own loop, the strategy's own rules, mixers and codecs.
 
-Each worker is a Trainer in a thread, one of which runs at a time: who waits for a message, or for further steps, lets
-the others go on. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every worker's
-parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's each.
-Only where more than two workers all-reduce are sums rounded in another order.
+Each worker is a Trainer in a thread, one of which runs at a time: a worker that waits for a message, or for further
+steps, lets another run. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every
+worker's parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's
+each. Only where more than two workers all-reduce are sums rounded in another order.
 """
 
 import copy
@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import BrokenBarrierError, Thread
 from typing import Any
 
@@ -33,21 +33,8 @@ from lightning_decentral.shared.compute.layout import described, refuse_shared
 from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_broadcast, in_process_wire
 
 
-class Crew:
+class Crew(AbstractContextManager["Crew"]):
     """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
-
-    Args:
-        batches: (rank) -> data for `Trainer.fit`, or the rank's batches in order.
-        strategy: strategy to rehearse, only read.
-        steps: steps of the whole rehearsal, for settings that are a share of it.
-        per_node: workers on a node, for topologies that depend on it.
-        threads: number of threads that compute gradients, if the strategy allows it and steps draw no random numbers.
-
-    Attributes:
-        alike: whether workers stay equal.
-        losses: losses of each step [workers], each worker's on its batch, before the update.
-        learning_rates: learning rate of each step, of the first parameter group.
-        noise: noise scale of the gradients of workers that stay equal.
 
     Raises:
         ValueError: the module or the strategy can't be rehearsed.
@@ -56,17 +43,17 @@ class Crew:
     def __init__(
         self,
         module: LightningModule,
-        batches: Callable[[int], Any],
-        strategy: object,
+        batches: Callable[[int], Any],  # (rank) -> data for `Trainer.fit`, or the rank's batches in order
+        strategy: object,  # strategy to rehearse, only read
         workers: int,
-        steps: int,
+        steps: int,  # steps of the whole rehearsal, for settings that are a share of it
         *,
-        per_node: int = 1,
+        per_node: int = 1,  # workers on a node, for topologies that depend on it
         loop: LoopSettings | None = None,
-        threads: int = 1,
+        threads: int = 1,  # that compute gradients, if the strategy allows it and steps draw no random numbers
     ) -> None:
-        described(module)  # as at the set-up of a run
-        refuse_shared(module)  # a copy parts what shares memory
+        described(module)  # as a run does at set-up
+        refuse_shared(module)  # a copy would separate tensors that share memory
         loop = loop or LoopSettings()
         boxes, turn, self.noise = Mailboxes(), OwnTurn(loop.device), NoiseScale()
         boxes.turn = turn
@@ -76,7 +63,7 @@ class Crew:
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # of each step [workers], each worker's on its batch, before the update
 
         def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
@@ -108,7 +95,7 @@ class Crew:
     def _way(self, threads: int) -> Way:
         first = self.workers[0]
         concurrent = all(member.concurrent for member in self.members)
-        concurrent &= not isinstance(first.binding.optimizers[0], LBFGS)  # another number of gradients on each
+        concurrent &= not isinstance(first.binding.optimizers[0], LBFGS)  # unequal numbers of gradients
         if threads == 1 or not concurrent:
             return Way()
         return Abreast(type(first.module).__name__, len(self.workers), self._common.turn, threads)
@@ -119,7 +106,7 @@ class Crew:
         return [worker.binding.member for worker in self.workers]
 
     @property
-    def alike(self) -> bool:
+    def alike(self) -> bool:  # whether workers stay equal
         return not any(member.drifts for member in self.members)
 
     @property
@@ -130,9 +117,6 @@ class Crew:
     def learning_rate(self) -> float:
         """Present learning rate of the first parameter group."""
         return self.workers[0].binding.rates_now()[0]
-
-    def __enter__(self) -> "Crew":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._common.close()
@@ -166,7 +150,7 @@ class Crew:
             self._common.quota.allow(steps)
         errors = [worker.error for worker in self.workers if worker.error is not None]
         for error in errors:
-            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of those who then waited in vain
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # errors of those that waited in vain
                 raise error
         rows = [worker.binding.losses for worker in self.workers]
         taken = min(map(len, rows))

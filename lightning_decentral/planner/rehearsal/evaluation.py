@@ -20,16 +20,16 @@ from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
 
 BATCHES = 16  # Number of batches, the first ones of the validation data.
-PAIRED = 4  # Batches where losses are compared on the same ones: what makes one batch harder is in both, and falls out.
+PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losses are on the same ones.
 
 
 class HeldOutEvaluation:
     """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
 
     Args:
-        module: whose copy takes the means.
-        device: where the workers are.
-        threads: that share the batches out, unless the step draws random numbers.
+        module: module whose copy gets the mean parameters.
+        device: device of the workers.
+        threads: number of threads over which batches are distributed, unless the step draws random numbers.
     """
 
     def __init__(
@@ -111,30 +111,23 @@ def _losses(module: LightningModule, batches: Sequence[tuple[int, Any]]) -> list
     return [float(loss_of(module.training_step(batch, index))) for index, batch in batches]
 
 
-def _own_loader(module: LightningModule) -> Any:
-    owner = copy.deepcopy(module)
-    try:
-        owner.prepare_data()
-        owner.setup("fit")
-        return owner.val_dataloader()
-    except RuntimeError as error:  # it asks for a Trainer
-        name = type(module).__name__
-        raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
-
-
 def held_out(
     module: LightningModule, data: LightningDataModule | DataLoader[Any] | None, given: DataLoader[Any] | None
 ) -> list[Any]:
-    """The first batches of the validation data: those given, the datamodule's, or the module's own.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The first batches of the validation data: those given, the datamodule's, or the module's own. ValueError: there
+    are none."""
     found: Any = given
     if found is None and isinstance(data, LightningDataModule) and is_overridden("val_dataloader", data):
         found = data.val_dataloader()
     if found is None and is_overridden("val_dataloader", module):
-        found = _own_loader(module)
+        owner = copy.deepcopy(module)
+        try:
+            owner.prepare_data()
+            owner.setup("fit")
+            found = owner.val_dataloader()
+        except RuntimeError as error:  # it asks for a Trainer
+            name = type(module).__name__
+            raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
     batches = list(islice(found, BATCHES)) if isinstance(found, DataLoader) else []
     if not batches:
         raise ValueError("no validation batches to compare methods by: give validation=, one torch DataLoader")

@@ -3,7 +3,7 @@
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread
     E_1     = mean_i loss(x_i) - loss(mean_i x_i) = 1/2 c D_1       c: the curvature along the workers' differences
-    D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: how like its last one an update is
+    D_k / D_1 = k + 2 sum_(t < k) (k - t) rho^t                     rho: correlation of successive updates
     excess  = 1/2 c s f,    s = D_1 n / (n - 1)                     s: the variance of a worker's update
 
 f is the spread of workers under a method whose updates have the variance 1 and this rho, by the simulation of its own
@@ -12,8 +12,8 @@ rule, topology and codec. With one symmetric W of eigenvalues l_1 = 1, l_2 ... l
     f = (1 / n) sum_(k > 1) (1 + l_k rho) / ((1 - l_k^2) (1 - l_k rho)).
 
 It is 1/2 tr(H C) for the Hessian H and the workers' covariance C, as long as C has the shape of the updates' own
-covariance: the curvature doesn't pull workers together between two rounds. Differences of losses stand for products
-with H, so that any module will do. Updates grow with the learning rate, and the spread with its square.
+covariance: the curvature doesn't pull workers together between two rounds. Differences of losses replace products with
+H, so that any module can be used. Updates grow with the learning rate, and the spread with its square.
 """
 
 import warnings
@@ -38,32 +38,20 @@ LARGEST = 0.99  # Largest correlation.
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences between workers that train without messages, as a probe measured them.
+    """Differences between workers that train without messages, as a probe measured them."""
 
-    Args:
-        variance: variance of a worker's update, summed over the parameters.
-        correlation: correlation of an update with the update before.
-        curvature: curvature of the loss along the workers' differences.
-        magnitude: size of a parameter in units of its update's standard deviation, for codecs of parameters.
-        learning_rate: learning rate of these updates.
-        rate: factor of all learning rates.
-    """
-
-    variance: float
-    correlation: float
-    curvature: float
-    magnitude: float
-    learning_rate: float
-    rate: float
+    variance: float  # variance of a worker's update, summed over the parameters
+    correlation: float  # correlation of an update with the update before
+    curvature: float  # curvature of the loss along the workers' differences
+    magnitude: float  # size of a parameter in units of its update's standard deviation, for codecs of parameters
+    learning_rate: float  # learning rate of these updates
+    rate: float  # factor of all learning rates
 
     def excess(
         self, strategy: GossipStrategy, workers: int, per_node: int, learning_rate: float | Sequence[float]
     ) -> float:
-        """Excess loss: loss of the workers' own models minus the loss of their mean.
-
-        Args:
-            learning_rate: a number: the mean over a long time at that rate; those of all steps: after the last one.
-        """
+        """Excess loss: loss of the workers' own models minus the loss of their mean. `learning_rate`: a number: the
+        mean over a long time at that rate; those of all steps: after the last one."""
         if isinstance(learning_rate, float):
             spread = (learning_rate / self.learning_rate) ** 2 * self.spread(strategy, workers, per_node)
         else:
@@ -74,11 +62,8 @@ class Drift:
     def spread(
         self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] | None = None
     ) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip.
-
-        Args:
-            sizes: of the updates of all steps, after which it is; None: all are 1, and it is the mean over time.
-        """
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip. `sizes`: of the updates of all
+        steps, after which it is; None: all are 1, and it is the mean over time."""
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)
@@ -101,15 +86,15 @@ def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | No
     """Probe workers that drift, after their last round: they begin at their mean, and go on without messages.
 
     Args:
-        rate: what their learning rates were multiplied by.
+        rate: factor of their learning rates.
 
-    None: they stay equal, or the curvature is nothing that their losses would show.
+    None: workers stay equal, or the curvature is too small to show in their losses.
     """
     modules, learning_rate = [worker.module for worker in crew.workers], crew.learning_rate
     agree(modules)
     size = _squares(list(modules[0].parameters()))
     crew.drift(1)
-    # Now: where they go on in one direction curvature is less, and gossip doesn't let them.
+    # Measured now: later, as the workers drift on in one direction, curvature falls, which gossip prevents.
     first, alone = spread_of(modules), [evaluation.loss([module]) for module in modules]
     excess = sum(alone) / len(alone) - evaluation.loss(modules)
     crew.drift(ALONE - 1)
@@ -142,7 +127,7 @@ def spread_of(modules: Sequence[LightningModule]) -> float:
 
 
 def correlation(growth: float, steps: int) -> float:
-    """rho of updates whose sum over so many has `growth` times the square of one; within -0.99 .. 0.99."""
+    """Return rho of updates where the sum of `steps` updates has `growth` times the square of one; in -0.99 .. 0.99."""
     low, high = -LARGEST, LARGEST
     for _ in range(50):
         middle = (low + high) / 2

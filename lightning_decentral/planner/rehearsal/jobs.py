@@ -1,4 +1,4 @@
-"""Jobs of a rehearsal, each a method on a number of workers: timing its steps, and training it to the target."""
+"""Jobs of a rehearsal, each a method on a number of workers: its steps are timed, then it is trained to the target."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,33 +20,26 @@ from lightning_decentral.planner.rehearsal.answer import Reached
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.excess_loss import Drift
 from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
-from lightning_decentral.planner.rehearsal.rehearsed_strategies import SendsNothing
-from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, search, updates
+from lightning_decentral.planner.rehearsal.search import Found, OutOfTime, SearchCourse, beyond, search, updates
 from lightning_decentral.planner.rehearsal.worker import copies_of
 from lightning_decentral.shared.plan.forecast import Cluster, Setting, drawn, forecast
 from lightning_decentral.shared.plan.network import Network
 from lightning_decentral.shared.plan.profile import Profile
 
 CARDS = (1.25e6, 6.25e6, 2.5e7, 1.25e8, 1.25e9, 1.25e10)
-"""Bytes per second, of the map: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
-WARM, PROBE = 2, 3  # Steps before a probe, and those that it times.
-NEGLIGIBLE = 1e-3  # Share of the loss: a disagreement that costs no more isn't seen among the seeds of one method.
+"""Rates of network cards in the map, in bytes per second: 10, 50 and 200 Mbit/s, 1, 10 and 100 Gbit/s."""
+WARM, PROBE = 2, 3  # Steps before timing, and number of timed steps.
+NEGLIGIBLE = 1e-3  # Share of the loss: a smaller excess loss doesn't show among a method's differences between seeds.
 PAIRS, LONG_SECONDS = 7, 1.0
-"""Steps on threads and one after the other that are timed at most; none begins after so long."""
+"""Most timed pairs of steps (on threads, and one worker after the other), and seconds after which no pair begins."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Arguments that all methods share, as of `rehearse`.
-
-    Args:
-        data: data that workers get copies of.
-        threads: number of threads that compute gradients, by the number of workers.
-        modules: modules of methods with an optimizer of their own, by overrides.
-    """
+    """Arguments that all methods share, as of `rehearse`."""
 
     module: LightningModule
-    data: Any
+    data: Any  # data that workers get copies of
     course: SearchCourse
     rates: tuple[float, ...]
     seeds: int
@@ -56,8 +49,8 @@ class Ask:
     per_node: int
     clip: float | None
     device: torch.device
-    threads: Mapping[int, int] = field(default_factory=dict)
-    modules: Mapping[str, LightningModule] = field(default_factory=dict)
+    threads: Mapping[int, int] = field(default_factory=dict)  # that compute gradients, by the number of workers
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)  # of methods with an optimizer of their own
 
     def module_of(self, method: Candidate) -> LightningModule:
         return self.modules.get(method.overrides, self.module)
@@ -123,7 +116,7 @@ class Foreknowledge:
         if job.workers != self.workers or _updates(job.strategy) != _updates(self.strategy):
             return ask.rates
         cost = self.at_most(ask, job)
-        # Measured over predicted cost of its own workers' disagreement, where they were probed.
+        # Measured excess loss of the first method's workers over the predicted one, where they were probed.
         off = self.came / self.drift.excess(self.strategy, self.workers, ask.per_node, self.drift.learning_rate)
         return ask.rates if cost is None or max(1.0, off) * cost > NEGLIGIBLE * self.loss else (self.rate,)
 
@@ -153,14 +146,14 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
 
     None: steps draw random numbers, or fail; training these workers then raises the error.
     """
-    given = module, copies_of(data), SendsNothing(), workers, 1
+    given = module, copies_of(data), None, workers, 1
     try:
         with Crew(*given, loop=loop) as one_by_one, Crew(*given, loop=loop, threads=threads) as some:
-            pairs = [(_seconds(some), _seconds(one_by_one))]  # left out below: what is made once is made here
+            pairs = [(_seconds(some), _seconds(one_by_one))]  # not counted: objects made once are made here
             end = monotonic() + LONG_SECONDS
             while len(pairs) < 2 or (len(pairs) <= PAIRS and monotonic() < end):
                 pairs.append((_seconds(some), _seconds(one_by_one)))
-    except Exception:  # the module's own
+    except Exception:  # the module's own optimizer
         return None
     on_threads, in_turn = zip(*pairs[1:], strict=True)
     return float(median(on_threads) / median(in_turn))
@@ -177,11 +170,12 @@ def rehearsed(ask: Ask, job: RehearsalJob, known: Foreknowledge | None) -> tuple
     probes = known is None or known.workers != job.workers
     first = search(partial(job.crew, ask, 0), ask.rates, replace(ask.course, probes=probes))
     found, strategy, learnt = [first, *_further(ask, job, first.rate)], job.strategy, known
-    if first.early is not None and first.early.drift is not None and isinstance(strategy, GossipStrategy):
-        measured = first.rate, first.loss, first.early.drift, first.early.excess
-        learnt = Foreknowledge(job.workers, strategy, ask.module_of(job.method), *measured)
+    came, drift = first.early or (0.0, None)
+    if drift is not None and isinstance(strategy, GossipStrategy):
+        learnt = Foreknowledge(job.workers, strategy, ask.module_of(job.method), first.rate, first.loss, drift, came)
     predicting = known or learnt  # by itself where nobody was before
-    foreseen = [one.foreseen(ask.course.target) for one in found]
+    # Steps to the target where it is near, though not reached.
+    foreseen = [None if one.steps is not None else beyond(one.points, ask.course.target) for one in found]
     step_seconds, step_seconds_at = step_costs(ask, job)
     reached = Reached(
         job.method.title, job.method.overrides, job.workers, first.rate,
@@ -202,13 +196,13 @@ def _further(ask: Ask, job: RehearsalJob, rate: float) -> Iterator[Found]:
         except OutOfTime:
             return
         if found.steps is None and found.trained < ask.course.steps:
-            return  # its loss is that of another step than the first one's
+            return  # its loss is of another step than the first seed's
         yield found
 
 
 def step_costs(ask: Ask, job: RehearsalJob) -> tuple[float | None, dict[float, float]]:
-    """(seconds of a step, the same by bytes per second of a network card, at the known latency: empty where none is
-    known); None and empty without a profile."""
+    """Return (seconds of a step, {bytes per second of a network card: seconds of a step}), the latter empty where no
+    latency is known; (None, {}) without a profile."""
     if ask.profile is None:
         return None, {}
     network, variation = ask.network or Network(ask.profile.network), ask.profile.variation

@@ -1,4 +1,4 @@
-"""Additions of a rehearsal to a module: the Trainer's numbers, and learning rates times a factor."""
+"""Settings of a rehearsal's Trainers (clipping, steps, seed, device), and learning rates times a factor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,17 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # Entries of a parameter group
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of a rehearsal's Trainers.
+    """Settings of a rehearsal's Trainers."""
 
-    Args:
-        clip: the Trainer's `gradient_clip_val`.
-        rate: factor of all learning rates.
-        run_steps: the Trainer's `max_steps`, for schedules as long as the run; -1: without an end.
-        seed: number added to the seed of `seed_everything`.
-        device: device of all workers.
-    """
-
-    clip: float | None = None
-    rate: float = 1.0
-    run_steps: int = -1
-    seed: int = 0
-    device: torch.device = CPU
+    clip: float | None = None  # the Trainer's `gradient_clip_val`
+    rate: float = 1.0  # factor of all learning rates
+    run_steps: int = -1  # the Trainer's `max_steps`, for schedules as long as the run; -1: without an end
+    seed: int = 0  # number added to the seed of `seed_everything`
+    device: torch.device = CPU  # device of all workers
 
 
 def loss_of(output: Any) -> Tensor:
-    """Loss in what a `training_step` returned."""
+    """Return the loss from the result of a `training_step`."""
     loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     if loss is None:
         raise ValueError("training_step gave no loss: a step that is left out can't be rehearsed")

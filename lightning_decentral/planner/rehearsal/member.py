@@ -1,11 +1,11 @@
-"""One worker's part of a strategy: its interface, its place, and averaged gradients, by the strategies' own averages.
+"""One worker's side of a rehearsed strategy: its interface, its rank among the workers, and averages of gradients.
 
     in a run                          in a rehearsal
     a process, with its own rank      a thread, whose rank is set with its turn (`turns`)
     torch.distributed                 `shared.wire.in_process`
-    an all-reduce of gradients        worker 0 takes what all give, and the others its mean
+    an all-reduce of gradients        worker 0 reads all gradients, the others copy its mean
 
-Codes are made and reduced where they are asked for, and not while backward runs: their messages take no time.
+Codes are made and reduced where a result is needed, not while backward runs: their messages take no time.
 """
 
 from collections.abc import Callable
@@ -24,54 +24,38 @@ from lightning_decentral.shared.compute.codec.codec import Codec, Plain
 from lightning_decentral.shared.compute.device import Future
 from lightning_decentral.shared.updates import Unchecked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
-from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas, of_all
+from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.gradient_average import GradientAverage
 from lightning_decentral.shared.wire.compressed_mean import CompressedMean, ExactMean, FlatMean, InFlight
 from lightning_decentral.shared.wire.meeting.comparison import unasked
 from lightning_decentral.shared.wire.pending import Pending, Together
-from lightning_decentral.shared.wire.transport import Wire
+from lightning_decentral.shared.wire.transport import Wire, of_all
 
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker's rank among those of this process, and its means to communicate.
-
-    Args:
-        broadcast: sends worker 0's value to all.
-        meet: barrier of all workers.
-        in_turn: makes workers go on one after the other until the next step, if threads compute gradients.
-        per_node: workers on a node.
-        steps: steps of the whole rehearsal.
-        device: device of the worker.
-    """
+    """One worker's rank among those of this process, and its means to communicate."""
 
     wire: Wire
-    broadcast: Callable[[Any], Any]
-    meet: Callable[[], None]
-    in_turn: Callable[[], None]
+    broadcast: Callable[[Any], Any]  # sends worker 0's value to all
+    meet: Callable[[], None]  # barrier of all workers
+    in_turn: Callable[[], None]  # makes workers go on one by one until the next step, if threads compute gradients
     worker: int
     workers: int
-    per_node: int
-    steps: int
-    device: torch.device = CPU
+    per_node: int  # workers on a node
+    steps: int  # steps of the whole rehearsal
+    device: torch.device = CPU  # device of the worker
 
 
 class Member:
     """Base of a worker's side of a strategy, called in the order of Lightning's loop; this base sends nothing.
 
     Every call except `forward` and `backward` is collective: all workers call it, each in its thread.
-
-    Attributes:
-        drifts: whether workers differ after an update.
-        concurrent: whether the strategy does nothing within a step, so that steps of several workers may be computed
-            at a time.
-        check: the strategy's check of gradients before an update.
-        sent_bytes: bytes sent by this worker so far.
     """
 
-    drifts: ClassVar[bool] = True
-    concurrent: ClassVar[bool] = True
-    check: Unchecked = Unchecked()
+    drifts: ClassVar[bool] = True  # whether workers differ after an update
+    concurrent: ClassVar[bool] = True  # whether a step does nothing of the strategy's, so that several may be at work
+    check: Unchecked = Unchecked()  # the strategy's check of gradients before an update
 
     def begin(self) -> None:
         """Prepare the first step."""
@@ -98,7 +82,7 @@ class Member:
 
 
 class ReplicaMember(Member):
-    """Member whose replica stays equal to the others': one update by averaged gradients, and worker 0's running
+    """Member whose replica stays equal to the others': updates by averaged gradients, and worker 0's running
     statistics, by the strategies' own `EqualReplicas`."""
 
     drifts: ClassVar[bool] = False
@@ -107,7 +91,7 @@ class ReplicaMember(Member):
         self._module, self._place, self.check, self._equal = module, place, check, EqualReplicas()
 
     def begin(self) -> None:
-        self._equal.begin(self._module, of_all(self._place.wire), unasked, list)
+        self._equal.begin(self._module, of_all(self._place.wire.group), unasked, list)
 
     def mix(self) -> None:
         self._equal.advance(self._module.current_epoch)
@@ -139,12 +123,12 @@ class WhenAsked(Future[Any]):
         self._call: Any = call
 
     def run(self) -> None:
-        # Once, and kept no longer: it belongs to what keeps this result.
+        # Called once, then dropped: it may refer to objects that refer to this result.
         call, self._call = self._call, None
         try:
             with torch.no_grad():
                 self.set_result(call())
-        except BaseException as error:  # for all who ask
+        except BaseException as error:  # for all callers
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -170,7 +154,7 @@ class CodedOfFirst(CompressedMean):
     """Compressed mean that sends codes at once, and reduces them when a worker waits for the mean."""
 
     def __init__(self, codec: Codec, wire: Wire) -> None:
-        super().__init__(codec, of_all(wire), of_all(wire), CPU)
+        super().__init__(codec, of_all(wire.group), of_all(wire.group), CPU)
         self.leaving, self.owning = CallersQueue(at_once=True), CallersQueue(at_once=False)
         self.flight = NotTaken if self.over.rank else InFlight
 
@@ -183,28 +167,27 @@ class AveragingMember(ReplicaMember):
     ) -> None:
         super().__init__(module, place, check)
         self._codec, self._after_backward = codec, ExitStack()
-        self._parameters = list(module.parameters())  # to walk through the module takes longer than to average them
+        self._parameters = list(module.parameters())  # walking through the module would take longer than averaging
         self._bucket_bytes = bucket_bytes or bucket_bytes_of(self._parameters)
 
     def begin(self) -> None:
         super().begin()
-        wire = self._place.wire
-        hosts = wire.hosts(None)
-        assert hosts is not None
-        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if self._codec.encodes else TotalOfFirst(of_all(wire))
+        wire, encodes = self._place.wire, self._codec.encodes
+        hosts = of_all(wire.hosts)
+        self._mean: FlatMean = CodedOfFirst(self._codec, wire) if encodes else TotalOfFirst(of_all(wire.group))
         self._gradients = GradientAverage(self._mean, hosts, lambda call: call(), self._bucket_bytes)
         self._equal.join(self._gradients)
         self._steps = AveragedSteps(self._gradients, self._module, self.check, lambda came: None)
         if self.check.nonfinite == "skip":
             self._mean.guard(None)
-        # Nothing is sent while a backward runs, which would wait for workers whose turn comes later.
+        # No message during a backward pass: it would wait for workers whose turn comes later.
         self._after_backward.enter_context(self._gradients.blocked())
 
     def average(self) -> None:
         self._gradients.watch(self._parameters)
         self._gradients.begin()
         self._gradients.finish()
-        # .grad <- worker 0's; to copy them takes less than to add up, or decode, what all have sent, on each.
+        # .grad <- worker 0's: copying is faster than adding up, or decoding, all messages on each worker.
         rows = self._place.broadcast([p.grad for p in self._parameters])
         pairs = [] if self._place.worker == 0 else list(zip(self._parameters, rows, strict=True))
         dense = [(p.grad, row) for p, row in pairs if _dense(p.grad) and _dense(row)]
@@ -215,7 +198,7 @@ class AveragingMember(ReplicaMember):
         for parameter, row in pairs:
             if not (_dense(parameter.grad) and _dense(row)):
                 parameter.grad = None if row is None else row.clone()
-        self._place.meet()  # worker 0 clips them in place
+        self._place.meet()  # a copy, as worker 0 clips its gradients in place
 
     def mix(self) -> None:
         self._steps.updated(self._module.trainer.optimizers[0])

@@ -1,6 +1,6 @@
-"""Methods that are rehearsed where none are asked for: those of the table of known losses that `plan` has first.
+"""Default methods of a rehearsal: those that `plan` ranks first by the table of known losses.
 
-Short, and a module of its own: the table is read before anything is rehearsed.
+Short and separate: the table is read before a rehearsal is imported.
 """
 
 from math import inf
@@ -11,7 +11,7 @@ from lightning_decentral.planner.compare import Comparison
 from lightning_decentral.planner.forecasts import composed
 from lightning_decentral.shared.plan.known_losses import KnownLosses
 
-MOST = 6  # Methods that are rehearsed where none are asked for.
+MOST = 6  # Default methods where the table knows none.
 METHODS = (
     Candidate(BASELINE, "ddp"),
     Candidate("strategy=compressed", "compressed, int8"),
@@ -24,10 +24,7 @@ METHODS = (
 
 def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
     """`ddp`, and those that reach its loss the soonest by the table of known losses; `METHODS` where it knows none.
-
-    Args:
-        plan: of the setting, which has the seconds of a batch, and its choice first; by batches alone without.
-    """
+    `plan`: of the setting, which has the seconds of a batch, and its choice first; by batches alone without."""
     if known is None:
         return METHODS
     if plan is None:
@@ -35,14 +32,11 @@ def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tup
     else:
         reached = [(row.to_loss * (row is not plan.best), row.candidate) for row in plan.rows]
     order = [one for share, one in sorted(reached, key=itemgetter(0)) if share < inf and one.overrides != BASELINE]
-    first, *others = [one for one in order if _can_be_rehearsed(one)]
+    # Hooks and accumulated gradients aren't rehearsed.
+    made = {one: composed(one.overrides) for one in order}
+    order = [one for one in order if made[one].accumulated == 1]
+    first, *others = [one for one in order if getattr(made[one].strategy, "_ddp_comm_hook", None) is None]
     # A form of `ddp` is always among them: plan may name one that can't be rehearsed, as half precision.
     forms = [one for one in others if is_ddp(one.overrides)][: not is_ddp(first.overrides)]
     some = [first, *forms, *(one for one in others if one not in forms)][: MOST - 1]
     return METHODS[0], *sorted(some, key=order.index)
-
-
-def _can_be_rehearsed(candidate: Candidate) -> bool:
-    """Return whether it sends what it computes in every batch: hooks and accumulated gradients aren't rehearsed."""
-    made = composed(candidate.overrides)
-    return made.accumulated == 1 and getattr(made.strategy, "_ddp_comm_hook", None) is None

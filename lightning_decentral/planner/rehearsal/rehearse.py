@@ -33,7 +33,7 @@ RATES = (0.5, 1.0, 2.0)
 FEWEST = 10  # Steps of a rehearsal.
 MARGIN = 0.9  # Share of the time left that steps are planned for.
 TIMING = 1 / 3  # Share of the minutes after which no further method's steps are timed.
-PAYS = 0.9  # Share of the time of one worker after the other: threads that gain less aren't taken.
+PAYS = 0.9  # Threads are used if a step takes less than this share of the time of one worker after the other.
 Result = TypeVar("Result")
 
 
@@ -61,7 +61,7 @@ def rehearse(
 ) -> Answer:
     """Train copies of a module, which doesn't change, as n workers on one device under each method.
 
-    Each worker is a Trainer, with the module's hooks. No callbacks of the run's own, no accumulation of gradients.
+    Each worker is a Trainer, with the module's hooks. The run's own callbacks and accumulation are left out.
 
     Args:
         target: validation loss of the mean of the workers' models: of `training_step`, on the first batches.
@@ -78,7 +78,7 @@ def rehearse(
         threads: most workers whose gradients are computed at the same time, if that is faster and no step draws random
             numbers; None: torch's number of threads, which they share. On a GPU it is one.
         device: "cpu", or "cuda" for the first device that is visible.
-        say: called with how long it will take, and how far it is.
+        say: called with lines on the expected time and on the progress.
 
     Raises:
         ValueError: the module can't be rehearsed, there is nothing to validate by, or an argument is wrong.
@@ -99,10 +99,10 @@ def rehearse(
     known = {one.overrides: one for one in METHODS}
     named = {own: Candidate(own, own.replace("strategy=", "", 1)) for own in methods or () if isinstance(own, str)}
     asked = [known.get(own, named[own]) if isinstance(own, str) else own for own in methods or ()]
-    for one in asked:  # a mistake in overrides is the user's to mend, not a row that is refused
+    for one in asked:  # a mistake in the user's overrides raises an error, and makes no refused row
         strategy_of(one.overrides)
     chosen = METHODS if methods is None else tuple(dict.fromkeys([METHODS[0], *asked]))
-    # All methods on one number of workers before the next: if time ends, what is there can be compared.
+    # All methods on one number of workers before the next: if time runs out, the finished results are comparable.
     jobs = [RehearsalJob(count, method) for count in sorted(set(workers)) for method in chosen]
     return RehearsalRun(_on_threads(ask, workers, most, say), clock, say).of(jobs)
 
@@ -121,19 +121,19 @@ class Clock:
         return max(0.0, self._begun + 60 * self.minutes - monotonic())
 
     def tick(self) -> None:
-        """Raise OutOfTime where as long as since the last call is more than is left of the minutes, or of this turn."""
+        """Raise OutOfTime if the minutes, or this turn, leave less time than has passed since the last call."""
         now = monotonic()
         last, self._ticked = now - self._ticked, now
         if not last < self.rest or now + last > self._turn:
             raise OutOfTime
 
     def turn(self, share: float) -> None:
-        """Begin a turn, which has this share of the rest."""
+        """Begin a turn (the time of one job), which has this share of the remaining time."""
         self._ticked = monotonic()
         self._turn = self._ticked + share * self.rest
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
-        """Return what the call returns; its seconds correct what is expected of others, half as much with each call."""
+        """Run the call and return its result; its seconds correct those expected of later calls, each half as much."""
         begun, found = monotonic(), call()
         self._expected, self._taken = self._expected / 2 + expected, self._taken / 2 + monotonic() - begun
         return found
@@ -150,7 +150,7 @@ class RehearsalRun:
         self._ask, self._clock, self._say = ask, clock, say
         self._refused: dict[str, str] = {}
         self._known: Foreknowledge | None = None
-        self._worker_seconds: float | None = None  # of the last step that was timed, for each of its workers
+        self._worker_seconds: float | None = None  # seconds of the last timed step, for each of its workers
 
     def of(self, jobs: Sequence[RehearsalJob]) -> Answer:
         self._say(f"{len(jobs)} trainings: a few steps of each are timed first")
@@ -163,20 +163,20 @@ class RehearsalRun:
         return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
     def _step_seconds(self, job: RehearsalJob) -> float:
-        """Seconds of a step; as of the last method where timing has taken its share of the minutes."""
+        """Seconds of a step; those of the last timed method, if timing has used its share of the minutes."""
         if self._worker_seconds is None or self._clock.rest > (1 - TIMING) * 60 * self._clock.minutes:
             self._worker_seconds = timed(self._ask, job) / job.workers
         return self._worker_seconds * job.workers
 
     def _one(self, job: RehearsalJob, left: dict[RehearsalJob, float], count: int) -> Reached:
-        """Rehearse one job, whose expected seconds are no longer left."""
+        """Rehearse one job, and remove it from the jobs left."""
         minutes = min(self._clock.rest, self._clock.takes(sum(left.values()))) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
-        # Steps are planned anew for each method, from what those before took: none takes the time of the next ones.
+        # Steps are planned anew for each method, by the time that earlier ones took: none takes time of later ones.
         ask, whole, known = self._ask, sum(left.values()), self._known
         course = replace(ask.course, steps=_fitting(ask.course.steps, self._clock.takes(whole), self._clock))
         self._clock.turn(left[job] / whole if whole else 1.0)
-        rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those that are worth trying
+        rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those worth trying
         if len(rates) < len(self._ask.rates):
             self._say(
                 f"  its workers' disagreement is predicted to cost nothing: learning rates times {rates[0]:g} only"
@@ -190,7 +190,7 @@ class RehearsalRun:
             planned = found.trained == course.steps
             why = " were planned in the minutes left" if planned else ": its share of the minutes was over"
             self._say(f"  {found.trained} of {self._ask.course.steps} steps{why}")
-        if learnt is not None and learnt is not known:  # of the methods to come
+        if learnt is not None and learnt is not known:  # measurements for later methods
             costs = {one.name: learnt.at_most(self._ask, one) for one in left}
             predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
             if predicted:
@@ -199,7 +199,7 @@ class RehearsalRun:
         return found
 
     def _each(self, jobs: Sequence[RehearsalJob], call: Callable[[RehearsalJob], Result]) -> dict[RehearsalJob, Result]:
-        """Results of the jobs that end well; errors of the others join what was refused."""
+        """Results of the jobs that succeed; the errors of the others are added to the refused jobs."""
         found = {}
         for job in jobs:
             try:
@@ -216,7 +216,7 @@ class RehearsalRun:
 
 
 def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str], None]) -> Ask:
-    """Settings with threads where they are faster, for each number of workers."""
+    """Return the settings with threads, for each number of workers where they are faster."""
     threads = dict(ask.threads)
     for count in sorted(set(workers)):
         loop, some = LoopSettings(run_steps=ask.run_steps, device=ask.device), min(count, most)
@@ -228,7 +228,7 @@ def _on_threads(ask: Ask, workers: Sequence[int], most: int, say: Callable[[str]
 
 
 def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, say: Callable[[str], None]) -> Ask:
-    """Settings with as many steps as the minutes allow, if a step of each method takes so long; schedules stay."""
+    """Return the settings with as many steps as the minutes allow, by methods' seconds of a step; schedules stay."""
     asked, seconds = ask.course.steps, sum(step_seconds.values()) * ask.updates
     if not step_seconds:  # no method can be rehearsed
         return ask
@@ -247,7 +247,7 @@ def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, 
 
 
 def _would_fit(step_seconds: Mapping[RehearsalJob, float], most: float) -> Iterator[str]:
-    """Yield what of the jobs takes no more than so many seconds a step, as text."""
+    """Yield texts that name subsets of the jobs which take at most so many seconds a step."""
     counts = sorted({job.workers for job in step_seconds})
     of = {count: [each for job, each in step_seconds.items() if job.workers == count] for count in counts}
     if (some := sum(whole <= most for whole in accumulate(step_seconds.values()))) > 1:
@@ -259,12 +259,12 @@ def _would_fit(step_seconds: Mapping[RehearsalJob, float], most: float) -> Itera
 
 
 def _fitting(steps: int, seconds: float, clock: Clock) -> int:
-    """Steps of which there is time for, if all would take so many seconds; never under `FEWEST`."""
+    """Number of steps that there is time for, if all `steps` would take so many seconds; at least `FEWEST`."""
     return max(FEWEST, int(steps * min(1.0, clock.rest * MARGIN / seconds))) if seconds else steps
 
 
 def refuse_unpriced(workers: Sequence[int], profile: Profile | None, network: Network | None, per_node: int) -> None:
-    """ValueError for a profile without a network that would give the seconds of a step."""
+    """Raise ValueError for a profile without a network, by which the seconds of a step can't be predicted."""
     for count in workers if profile is not None else ():
         assert profile is not None
         where = Setting(profile.model, network or Network(profile.network), Cluster(count, per_node))

@@ -1,6 +1,6 @@
-"""Strategies between workers, without Lightning's loop: on gradients, and on parameters after the update.
+"""Each strategy's communication between workers, without Lightning's loop: of gradients, or of updated parameters.
 
-The parts are the strategies' own: gossip's rounds and mixers, averages of gradients (`member`), partial backprop's
+They use the strategies' own parts: gossip's rounds and mixers, averages of gradients (`member`), partial backprop's
 cuts, depths and reducer. `ddp` is the exact average.
 """
 
@@ -30,23 +30,20 @@ from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.updates import BeforeUpdate, GradientCheck
 
 SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
-"""Options of ddp's wrapper that change no bit, or are heeded."""
+"""Options of ddp's wrapper that don't change results, or that a rehearsal supports."""
 TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    """Make a worker's member for this strategy, which is only read.
-
-    Raises:
-        ValueError: the strategy can't be rehearsed, or can't serve the number of workers.
-    """
+    """Make a worker's member for this strategy, which is only read; None: workers that send nothing. ValueError: the
+    strategy can't be rehearsed, or can't serve the number of workers."""
     raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
 
 
 @member_of.register
 def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    # Others of its kind (pipelines) aren't ddp.
+    # Subclasses of DDPStrategy, such as pipelines, aren't ddp.
     if type(strategy) is not DDPStrategy:
         raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
     hook = {"ddp_comm_hook"} if strategy._ddp_comm_hook is not None else set()
@@ -57,7 +54,7 @@ def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: 
 
 @member_of.register
 def _(strategy: CompressedStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
-    if strategy.orthogonal is not None:  # one worker's update serves all here
+    if strategy.orthogonal is not None:  # one worker's update is used by all
         raise ValueError("a rehearsal makes one update for all workers: leave orthogonal out")
     strategy.refuse(module, fitting=True)
     return AveragingMember(module, at, strategy.codec, strategy.bucket_bytes, GradientCheck(strategy.nonfinite))
@@ -82,7 +79,7 @@ class CutMember(ReplicaMember):
 
     Raises:
         ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
-            forward for cuts that aren't (with the reason).
+        forward for a model that can't be cut (with the reason).
     """
 
     concurrent: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
@@ -100,7 +97,7 @@ class CutMember(ReplicaMember):
         if driver is None:  # cuts are found at the first batch
             at, own, run = self._place, self._strategy, run_of(self._module.trainer, *batch)
 
-            def find() -> Any:  # by worker 0 alone: the others' turns come later
+            def find() -> Any:  # by worker 0 alone, as the other workers' turns come later
                 return search(self._module, own.cuts, own.balance, run) if at.worker == 0 else None
 
             plan = found_together(lambda mine: [at.broadcast(mine)], lambda decide: decide(find))
@@ -123,12 +120,8 @@ class CutMember(ReplicaMember):
         return self._steps.sent_bytes
 
 
-class SendsNothing:
-    """Stand-in for a strategy: workers that send nothing."""
-
-
 @member_of.register
-def _(strategy: SendsNothing, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
+def _(strategy: None, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     return Member()
 
 
@@ -145,7 +138,7 @@ class Gossiping(Member):
         self, strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace
     ) -> None:
         self._optimizer, self._in_turn, self._trained = optimizer, at.in_turn, set[nn.Parameter]()
-        plan = copy(strategy)  # a strategy is only read, and a plan gets its place
+        plan = copy(strategy)  # a copy: the strategy is only read, and placing changes the plan
         place(plan, at.per_node, at.workers)
         asked = strategy.exact_steps
         exact = int(asked) if asked >= 1 else round(asked * at.steps)

@@ -1,10 +1,10 @@
 """Steps to a loss, at the best of a few learning rates: successive halving, in which every rate gets the same steps.
 
 mark     every so many steps: the loss of the mean of the workers' models on held-out batches
-point k  middle and mean of the marks k - 1 and k: what noise a mark has is halved, and nothing lags
-rung k   of m: all that are left train on to step  (k + 1) / (m + 1) steps;  the better half of them goes on
-reached  where the line through the points first comes to the target
-beyond   where loss = a + b log(step), through the last third of the points, does, within 1.5 times the last step
+point k  middle and mean of the marks k - 1 and k: halves a mark's noise, without a lag
+rung k   of m: all remaining rates train to step  (k + 1) / (m + 1) steps;  the better half of them goes on
+reached  where the line through the points first reaches the target
+beyond   where loss = a + b log(step), fitted to the last third of the points, does, within 1.5 times the last step
 """
 
 from collections.abc import Callable, Sequence
@@ -31,35 +31,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a method for one seed.
+    """Result of a method for one seed."""
 
-    Args:
-        rate: factor of the learning rates.
-        steps: steps to the target; None if the target wasn't reached.
-        points: (step, validation loss), smoothed.
-        sent_bytes: of all workers in a step, mean of the steps.
-        noise: of the gradients, in batches of a worker; None where workers drift.
-        excess: mean of the workers' own losses in the end, less the loss of their mean.
-        learning_rates: of each step.
-        trained: steps; fewer than were asked for at the target, or where time was over.
-        early: of a rate that was left behind first, where its crew's workers drift.
-        rates: how many were trained.
-    """
-
-    rate: float
-    steps: int | None
-    points: tuple[Point, ...]
-    sent_bytes: float
-    noise: float | None
-    excess: float
-    learning_rates: tuple[float, ...]
-    trained: int
-    early: "Early | None" = None
-    rates: int = 1
-
-    def foreseen(self, target: float) -> int | None:
-        """Steps to the target, if it is near, though not reached."""
-        return None if self.steps is not None else beyond(self.points, target)
+    rate: float  # factor of the learning rates
+    steps: int | None  # steps to the target; None if the target wasn't reached
+    points: tuple[Point, ...]  # (step, validation loss), smoothed
+    sent_bytes: float  # of all workers in a step, mean of the steps
+    noise: float | None  # of the gradients, in batches of a worker; None where workers drift
+    excess: float  # mean of the workers' own losses in the end, less the loss of their mean
+    learning_rates: tuple[float, ...]  # of each step
+    trained: int  # steps; fewer than were asked for at the target, or where time was over
+    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
+    # (excess, differences; None where the course doesn't ask, or losses don't show them).
+    early: tuple[float, Drift | None] | None = None
+    rates: int = 1  # how many were trained
 
     @property
     def loss(self) -> float:
@@ -68,27 +53,9 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Early:
-    """Measurement of drifting workers at large learning rates, before a schedule makes steps short.
-
-    Args:
-        excess: as of `Found`.
-        drift: the workers' differences; None where the course doesn't ask, or losses don't show them.
-    """
-
-    learning_rate: float
-    excess: float
-    drift: Drift | None
-
-
-@dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation.
-
-    Args:
-        tick: called at each mark; what it raises ends the search.
-        probes: whether workers that drift are probed, where a rate is left behind.
-    """
+    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
+    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
 
     steps: int
     target: float
@@ -129,7 +96,7 @@ class Track:
             self.course.tick()
             try:
                 self.crew.train(min(self.course.every, self.course.steps - done))
-            except FloatingPointError:  # gossip heals a worker so many times only
+            except FloatingPointError:  # gossip heals a worker a limited number of times
                 loss = inf
             else:
                 loss = self.course.evaluation.loss([worker.module for worker in self.crew.workers])
@@ -153,13 +120,12 @@ class Track:
             self.rate, self.reached, tuple(self.points), sent, noise, excess, learning_rates, len(learning_rates)
         )
 
-    def early(self) -> Early | None:
+    def early(self) -> tuple[float, Drift | None] | None:
         """Measure the disagreement of a crew that is no longer needed; None if its workers are equal, or diverged."""
         if self.crew.alike or self.diverged:
             return None
-        learning_rate, excess = self.crew.learning_rate, excess_now(self.crew, self.course.evaluation)
-        drift = probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
-        return Early(learning_rate, excess, drift)
+        excess = excess_now(self.crew, self.course.evaluation)
+        return excess, probed(self.crew, self.course.evaluation, self.rate) if self.course.probes else None
 
 
 def ranked(tracks: Sequence[Track]) -> list[Track]:
@@ -183,7 +149,7 @@ def smoothed(marks: Sequence[Point]) -> list[Point]:
 
 
 def reached(points: Sequence[Point], target: float) -> int | None:
-    """The step, rounded up, at which straight lines between the points first come to the target."""
+    """The step, rounded up, at which straight lines between the points first reach the target."""
     if points and points[0][1] <= target:
         return ceil(points[0][0])
     for (a, x), (b, y) in pairwise(points):
@@ -193,7 +159,7 @@ def reached(points: Sequence[Point], target: float) -> int | None:
 
 
 def beyond(points: Sequence[Point], target: float) -> int | None:
-    """The step, rounded up, at which the last third of the points would come to the target; None: not near enough."""
+    """The step, rounded up, where a line through the last third of the points reaches the target; None if too far."""
     some = [point for point in points[-max(3, len(points) // 3) :] if point[0] > 0 and isfinite(point[1])]
     if len(some) < 3:
         return None
@@ -201,7 +167,7 @@ def beyond(points: Sequence[Point], target: float) -> int | None:
     slope, start = np.polyfit(np.log(steps), losses, 1)
     # Compared as logarithms: where the losses hardly fall, the step itself would be no number.
     end, step = some[-1][0], (target - start) / slope if slope < 0 else inf
-    # A line that is at the target already claims that points that are not will be soon.
+    # The line may be at the target already though the points aren't.
     return ceil(max(exp(step), end)) if step <= log(BEYOND * end) else None
 
 
@@ -212,7 +178,7 @@ def rungs(rates: int, steps: int) -> list[int]:
 
 
 def updates(rates: int, steps: int) -> int:
-    """Updates of each worker, for one method and seed, but for the rest of a mark."""
+    """Number of updates of each worker, for one method and seed, up to the distance of two marks."""
     done, before, left = 0, 0, rates
     for rung in rungs(rates, steps):
         done, before, left = done + left * (rung - before), rung, ceil(left / 2)
@@ -233,7 +199,7 @@ def search(make: Callable[[float], Crew], rates: Sequence[float], course: Search
     """
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
-        early: Early | None = None
+        early: tuple[float, Drift | None] | None = None
         for rung in rungs(len(rates), course.steps):
             try:
                 for track in left:

@@ -1,12 +1,12 @@
 """Turns among the workers of a process: one thread at a time, each with random numbers of its own, or several at once.
 
-What a process has once is swapped with the turn: the generators of torch, numpy and `random`, and the rank by which
-Lightning's `rank_zero_only` decides. Who waits for the others, or for further steps, passes the turn on.
+State that a process has only once is swapped with the turn: generators of torch, numpy and `random`, and the rank of
+Lightning's `rank_zero_only`. A worker that waits for others, or for further steps, passes the turn on.
 
 Gradients are computed one worker after the other (`Way`), or several at the same time, each on its thread (`Abreast`):
 a small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
-share of a host. What a worker computes is what it computes by itself, on as many: MKL's bits may differ by their
-number. The host's random numbers are one generator's for all threads: steps that draw are computed one after the other.
+share of a host. Results equal those of one worker with as many threads: MKL's bits may depend on their number. All
+threads share the host's random generator, so steps that draw from it are computed one after the other.
 `jobs.threads_ratio` finds out whether threads are faster.
 """
 
@@ -110,15 +110,11 @@ class WorkersBarrier(Barrier):
         with self._turn.passed_on():
             self.wait()
 
-    close = Barrier.abort  # ends all waits, those to come included
+    close = Barrier.abort  # ends all waits, future ones included
 
 
 class Quota:
-    """Number of steps that each worker may take; a worker that has taken them waits for more.
-
-    Attributes:
-        allowed: number of steps in total.
-    """
+    """Number of steps that each worker may take, `allowed` in total; a worker that has taken them waits for more."""
 
     def __init__(self, turn: ThreadTurn, workers: int) -> None:
         self._turn, self._changed = turn, Condition()
@@ -126,11 +122,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken `taken` steps until it may begin the next step.
-
-        Raises:
-            Ended: no further step is requested.
-        """
+        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no further one is asked."""
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._taken[rank] = taken
@@ -201,10 +193,7 @@ def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: S
 
 class Abreast(Way):
     """Computes gradients of several workers at a time: all meet in their step, compute without turns, and meet again.
-
-    Raises:
-        ValueError: a step drew random numbers meanwhile, which can't be assigned to workers.
-    """
+    ValueError: a step drew random numbers meanwhile, which can't be assigned to workers."""
 
     def __init__(self, name: str, workers: int, turn: OwnTurn, threads: int) -> None:
         self._name, self._turn, self._places, self._step = name, turn, Semaphore(threads), -1

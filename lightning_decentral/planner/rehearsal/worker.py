@@ -1,5 +1,5 @@
-"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which calls what it calls
-in a run. Lightning's own samplers share the data out.
+"""One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which makes the same
+calls as in a run. Lightning's own samplers distribute the data.
 """
 
 import copy
@@ -45,14 +45,8 @@ class KeepsNothing(DummyLogger):
 
 
 class RehearsedWorker:
-    """Worker of a rehearsal, which trains its own copy of the module with a Trainer.
-
-    Attributes:
-        error: error that ended the worker.
-
-    Raises:
-        ValueError: the module optimizes by hand.
-    """
+    """Worker of a rehearsal, which trains its own copy of the module with a Trainer until an `error` ends it.
+    ValueError: the module optimizes by hand."""
 
     def __init__(self, module: LightningModule, data: Any, place: MemberPlace, common: Common) -> None:
         if not module.automatic_optimization:
@@ -83,7 +77,7 @@ class RehearsedWorker:
         try:
             with self._common.turn:
                 self._trainer.fit(self.module, **{given: self._data})
-            if len(self.binding.losses) < self._common.quota.allowed:  # the others would wait for it
+            if len(self.binding.losses) < self._common.quota.allowed:  # the other workers would wait for this one
                 self._common.close()
         except Ended:
             pass
@@ -100,7 +94,7 @@ def quiet(module: Module) -> Module:
     return module
 
 
-FEW = 1000  # Entries of a list: more are examples, which nobody changes.
+FEW = 1000  # Longest list that is copied: a longer one holds examples, which nothing changes.
 
 
 class AskedTooSoon:
@@ -123,29 +117,21 @@ def copies_of(data: Any) -> Callable[[int], Any]:
 
 def data_of(data: LightningDataModule | DataLoader[Any] | None) -> Any:
     """Data that workers get copies of: the loader, or the data module, set up; None: the module has its own loaders.
-
-    Raises:
-        ValueError: a data module asks for a worker's place too soon.
-    """
+    ValueError: a data module asks for a worker's place too soon."""
     if isinstance(data, LightningDataModule):
         data = copy.copy(data)
         data.trainer = AskedTooSoon(data)  # type: ignore[assignment]
         data.prepare_data()
         data.setup("fit")
-        # They are prepared and set up for all workers.
+        # The data are prepared and set up once for all workers.
         vars(data).update(dict.fromkeys(["prepare_data", "setup"], lambda *_, **__: None))
     return data
 
 
 def own_copy(value: Any, known: dict[int, Any]) -> Any:
-    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared.
-
-    Args:
-        known: copies by the ids of their originals, which grow.
-
-    Raises:
-        ValueError: it holds an iterator, which workers of one process would share.
-    """
+    """Copy with counters, random generators and objects of its own; tensors, arrays and examples stay shared. `known`:
+    copies by the ids of their originals, which grow. ValueError: it holds an iterator, which workers of one process
+    would share."""
     if id(value) not in known:
         known[id(value)] = _new(value, known)
     return known[id(value)]

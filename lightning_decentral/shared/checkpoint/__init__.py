@@ -1,4 +1,4 @@
-"""Checkpoints of several workers: saved whole or not at all; all workers resume from own states, or all from the mean.
+"""Checkpoints of several workers: saved whole or not at all; each resumes from its own state, or all from the mean.
 
 `checkpoints` has what all methods share, `resuming_replicas` adds workers with a whole model each. Both use `saving`
 and `reading`; `store` names and writes the files. Public: nothing; strategies use these modules.

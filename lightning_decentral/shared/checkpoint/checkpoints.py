@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -23,7 +23,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_decentral.shared.checkpoint import runs, store
 from lightning_decentral.shared.checkpoint.reading import Reading
@@ -33,32 +32,15 @@ from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
 
-OF_MODELS = ("state_dict", "current_model_state")  # the second is where WeightAveraging moves the first
-
-
-class Progress(Protocol):
-    """Method's state in a worker's own file."""
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether a worker has state that no other has: its model, or residuals of rounding."""
-
-    def rounds(self) -> list[int]:
-        """Return the number of rounds so far for each optimizer; an empty list outside of training."""
-
-    def progress_state(self) -> dict[str, Any]:
-        """Return rounds and messages in flight, as tensors and primitives."""
-
-    def load_progress_state(self, state: dict[str, Any]) -> None:
-        """Restore the rounds and messages that `progress_state` returned."""
+OF_MODELS = ("state_dict", "current_model_state")  # WeightAveraging moves the module's state to the second key
 
 
 class Checkpoints(ABC):
     """Saves and resumes one worker, alike for all methods."""
 
     def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
-        self._random: tuple[dict[str, Any], bool] | None = None  # restored, and whether within an epoch
+        self._worker, self._mean_model = worker, mean_model  # `mean_model`: saved to the plain file
+        self._random: tuple[dict[str, Any], bool] | None = None  # (state, saved within an epoch)
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     @abstractmethod
@@ -91,8 +73,8 @@ class Checkpoints(ABC):
             store.prune(store.folder(filepath))
 
     def _given(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the state_dicts with the tensors that the mean model has in place of the module's, such as anchors.
-        The last state is the module's; one before it may be an average that a callback keeps."""
+        """Return the state_dicts, the module's tensors replaced by those of the mean model, such as anchors.
+        The last state_dict is the module's; one before it may be an average that a callback keeps."""
         *others, model = states
         given = self._mean_model.given(states[model], self._module.state_dict())
         return {**{key: states[key] for key in others}, model: given}
@@ -101,17 +83,6 @@ class Checkpoints(ABC):
         """Return the means of these models' states over the workers. Collective."""
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
-
-    def _say_what_is_lost(self) -> None:
-        """Warn on resuming that a step of ReduceLROnPlateau may be lost: Lightning takes it after it has saved."""
-        configs = self._module.trainer.lr_scheduler_configs
-        monitored = dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau)
-        if monitored:
-            rank_zero_warn(
-                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. If its step "
-                "was due right after the save, that step is lost, as under ddp: save within an epoch "
-                "(every_n_train_steps) to resume with the learning rates of the uninterrupted run"
-            )
 
     # ---- where we are -----------------------------------------------------------------------------------------------
 
@@ -136,8 +107,8 @@ class Checkpoints(ABC):
             worker_state.set_random_state(self._random[0])
 
     def _start_random(self) -> None:
-        # Within an epoch only now: Lightning has just drawn from it to build the iterator, which the uninterrupted run
-        # had built before the checkpoint.
+        # Within an epoch not before now: Lightning has just drawn a seed to build the loader's iterator, which the
+        # uninterrupted run had built before the checkpoint.
         if self._random is not None and self._random[1]:
             worker_state.set_random_state(self._random[0])
         self._random = None

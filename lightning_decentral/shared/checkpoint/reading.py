@@ -30,13 +30,13 @@ class Distrusted(ValueError):
 
 @dataclass
 class Reading:
-    """Reads checkpoints for one worker."""
+    """Reads the checkpoint's files for one worker, and decides with all workers what each resumes from."""
 
     worker: CheckpointedStrategy
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         path = store.plain(path)
-        cuda.give_back()  # as Lightning does: what is loaded may need the room
+        cuda.give_back()  # as Lightning does: the loaded tensors may need the device's memory
         try:
             io, trusted = self.worker.checkpoint_io, weights_only is False
             checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=not trusted)
@@ -44,7 +44,7 @@ class Reading:
             if wrong := self._damage(checkpoint, path) if isinstance(checkpoint, dict) else f"it holds a {kind}":
                 raise ValueError(wrong)
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            raise  # these name the file, and it isn't damaged
+            raise  # these errors name the file already, and it isn't damaged
         except Exception as error:
             reason = one_line(error)
             if isinstance(error, pickle.UnpicklingError) and not trusted:
@@ -112,7 +112,7 @@ class Reading:
         saved = mark.get("plan", {})
         if PRECISION in plan:
             saved = {PRECISION: plan[PRECISION], **saved}
-        # What either has: another method's plan has other keys, and its state would be misread.
+        # All keys of both plans: another method's plan has other keys, and its state would be misread.
         differing = [key for key in {**plan, **saved} if saved.get(key) != plan.get(key)]
         by, own = mark.get("strategy"), type(self.worker).__name__
         if differing and by and by != own:
@@ -136,7 +136,7 @@ class Reading:
                 problem = f"worker {self.worker.global_rank} can't read its own state {file} (it isn't there)"
             except (OSError, ValueError) as error:
                 problem = f"worker {self.worker.global_rank} can't read its own state: {one_line(error)}"
-        # All or none: own states and the mean don't mix.
+        # All workers or none: training can't go on with the own states of some and the mean on others.
         problems = [p for p in self.worker.gather(problem) if p]
         if problems:
             rank_zero_warn(f"resuming {os.fspath(path)}: {problems[0]}; all workers start from the mean")
@@ -217,11 +217,11 @@ def _check_sums(file: Any) -> None:
 
 
 def _others(path: str | Path) -> str:
-    """Return text that names other checkpoints in the folder of one that can't be read."""
+    """Return text that names the other checkpoints in the folder of an unreadable one."""
     place = store.parent(store.plain(path))
     try:
         files = store.listed(place)
-    except Exception:  # whatever a remote place raises: the others wait for what this worker found
+    except Exception:  # whatever a remote file system raises: the other workers wait for this worker's answer
         return ""
     names = [os.path.basename(f) for f in files if f.endswith(".ckpt") and f != os.fspath(path)]
     return f"; {place} also has {', '.join(names[-3:])}" if names else "; there is no other one in its folder"

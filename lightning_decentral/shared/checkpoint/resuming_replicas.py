@@ -1,26 +1,28 @@
-"""Checkpoints of workers with a whole model each: the mean's file, and what each worker needs to go on exactly."""
+"""Checkpoints of workers with a whole model each: the mean model's file, and each worker's own state to resume from."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints, Progress
-from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
+from lightning_decentral.shared.checkpoint.checkpoints import OF_MODELS, Checkpoints
 from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.mean import MeanModel
 from lightning_decentral.shared.wire.plain import NotPlain
 from lightning_decentral.shared.wire.transport import connected
 
+if TYPE_CHECKING:
+    import lightning_decentral.shared.replica_strategy as replicas
+
 LOADERS = "combined_loader"  # key of the loaders' states in Lightning's fit loop; of one worker alone
 
 
 class WholeModel:
-    """Describes how a device holds its worker's model in checkpoints: here the whole model."""
+    """Tells checkpoints how to read and restore a worker's model: here one device has the whole of it."""
 
     layout: str = ""  # layout of a worker over devices; a state fits only the layout that it was saved with
 
@@ -30,7 +32,7 @@ class WholeModel:
         return False
 
     def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint as one process would have it. Collective."""
+        """Return the checkpoint as a single process with the whole model would write it. Collective."""
         return tree
 
     def part(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -58,15 +60,13 @@ class WholeModel:
 class ReplicaCheckpoints(Checkpoints):
     """Saves the mean model's file, and the state that each worker with a whole model needs to resume exactly."""
 
-    def __init__(
-        self, worker: CheckpointedStrategy, mean_model: MeanModel, progress: Progress, held: WholeModel
-    ) -> None:
+    def __init__(self, worker: "replicas.ReplicaStrategy", mean_model: MeanModel, held: WholeModel) -> None:
         super().__init__(worker, mean_model)
         self.held = held  # how this device holds its worker's model
-        self._progress = progress  # the method's own
+        self._replica = worker
         self._restored: dict[str, Any] | None = None
-        self._source: tuple[str | Path, bool | None] | None = None  # what is resumed, and how it is read
-        self._optimizers: list[str] | None = None  # those of the checkpoint
+        self._source: tuple[str | Path, bool | None] | None = None  # the checkpoint to resume from, and its reader
+        self._optimizers: list[str] | None = None  # the checkpoint's optimizers
 
     @property
     def resuming(self) -> bool:
@@ -81,7 +81,7 @@ class ReplicaCheckpoints(Checkpoints):
             self._saving.write_alone(self.held.whole(checkpoint), filepath, storage_options)
             return
         path, identity = self._saving.agree(filepath, storage_options)
-        if connected() and self._progress.keeps:
+        if connected() and self._replica.keeps:
             self._save_own(checkpoint, path, identity, storage_options)
             return
         mark = {"random": self._worker.gather(worker_state.random_state()), "mid_epoch": self.mid_epoch()}
@@ -95,10 +95,10 @@ class ReplicaCheckpoints(Checkpoints):
         self._saving.commit(checkpoint, None, path, identity, storage_options)
 
     def _full(self, checkpoint: Mapping[str, Any]) -> bool:
-        return "optimizer_states" in checkpoint and bool(self._progress.rounds())
+        return "optimizer_states" in checkpoint and bool(self._replica.rounds())
 
     def _save_own(self, checkpoint: dict[str, Any], path: str, identity: str, storage_options: Any) -> None:
-        # Own values, though the mean may stand in their place; an average that a callback holds is swapped, too.
+        # This worker's parameters, though the mean may be swapped in; so may an average that a callback keeps.
         states = {key: self._mean_model.own(checkpoint[key]) for key in OF_MODELS if key in checkpoint}
         means = self._means(self._given(states) if self._worker.drifts else {})
         if not self._full(checkpoint):
@@ -108,7 +108,7 @@ class ReplicaCheckpoints(Checkpoints):
         of_all = self.held.whole({**checkpoint, **means, KEY: mark})
         mine = {
             "rank": self._worker.global_rank,
-            "progress": self._progress.progress_state(),
+            "progress": self._replica.progress_state(),
             "random": worker_state.random_state(),
             "mid_epoch": self.mid_epoch(),
             "apart": self._mean_model.diverged,
@@ -137,7 +137,7 @@ class ReplicaCheckpoints(Checkpoints):
         return self.held.restored(own, checkpoint)
 
     def _take_own(self, mark: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-        """Restore the own state of workers with equal models: random state, and how far each has read its data."""
+        """Restore own state of a worker whose model equals the others': random state, progress in its data."""
         rank = self._worker.global_rank
         if len(mark.get("random", ())) == self._worker.world_size:
             self._random = mark["random"][rank], mark["mid_epoch"]
@@ -161,8 +161,14 @@ class ReplicaCheckpoints(Checkpoints):
         return False
 
     def resume(self) -> None:
-        if self._source is not None and self.fitting:
-            self._say_what_is_lost()
+        # Lightning takes a step of ReduceLROnPlateau after it has saved.
+        configs = self._module.trainer.lr_scheduler_configs if self._source is not None and self.fitting else []
+        if monitored := dict.fromkeys(str(config.monitor) for config in configs if config.reduce_on_plateau):
+            rank_zero_warn(
+                f"resuming: ReduceLROnPlateau looks at {', '.join(monitored)}, which no checkpoint holds. If its step "
+                "was due right after the save, that step is lost, as under ddp: save within an epoch "
+                "(every_n_train_steps) to resume with the learning rates of the uninterrupted run"
+            )
         if self._restored is not None:
             self.held.resume()
             self._mean_model.diverged = self._restored["apart"]
@@ -171,6 +177,6 @@ class ReplicaCheckpoints(Checkpoints):
 
     def start(self) -> None:
         if self._restored is not None:
-            self._progress.load_progress_state(self._restored["progress"])
+            self._replica.load_progress_state(self._restored["progress"])
         self._start_random()
         self._restored = self._source = None

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 KEY = "lightning_decentral.runs"  # In a checkpoint: JSON of {project: id}.
-CHECKPOINT = 4  # its place among the arguments of Lightning's fit
+CHECKPOINT = 4  # position of `ckpt_path` among the arguments of Lightning's fit
 
 
 class OfWorkers(Logger):
@@ -80,7 +80,7 @@ def kept_in(path: str) -> dict[str, str]:
         with get_filesystem(path).open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         rest = BytesIO(content[content.rindex(KEY.encode()) + len(KEY) :])
-        # The key is memorised, then its value follows.
+        # In the pickle the value follows its key, after an opcode that memoizes the key.
         text = next(value for _, value, _ in islice(pickletools.genops(rest), 2) if isinstance(value, str))
         return {project: run for project, run in json.loads(text).items() if isinstance(run, str)}
     return {}
@@ -124,7 +124,7 @@ def decided() -> bool:
 
 
 def go_on(trainer: Trainer, path: str | None) -> None:
-    """Make W&B loggers continue the runs, by project, of the checkpoint that a fit would resume from."""
+    """Make W&B loggers continue the runs that the checkpoint to resume from names for their projects."""
     loggers = [logger for logger in trainer.loggers if without_run(logger)]
     if not loggers or decided():
         return

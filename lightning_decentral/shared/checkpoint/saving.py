@@ -3,17 +3,15 @@
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
 import lightning_decentral
 from lightning_decentral.shared.checkpoint import store
@@ -22,32 +20,12 @@ from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.worker_state import KEY
 from lightning_decentral.shared.wire.meeting.notices import one_line
 
+if TYPE_CHECKING:
+    import lightning_decentral.shared.fabric.strategy as fabric
+    import lightning_decentral.shared.setup_and_step as trainers
 
-class CheckpointedStrategy(Protocol):
-    """Strategy whose checkpoints are saved: Lightning's attributes, and this package's on its workers."""
-
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def is_global_zero(self) -> bool: ...
-    @property
-    def checkpoint_io(self) -> CheckpointIO: ...
-    @property
-    def lightning_module(self) -> LightningModule | None: ...
-    @property
-    def cut_off(self) -> bool: ...
-    @property
-    def drifts(self) -> bool: ...
-    @property
-    def optimizers(self) -> Sequence[Optimizer]: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def gather(self, value: Any) -> list[Any]: ...
-    def plan(self) -> dict[str, str]: ...
-    def changeable(self) -> dict[str, str]: ...
+CheckpointedStrategy: TypeAlias = "trainers.WorkersStrategy | fabric.FabricWorkers"
+"""Strategies whose checkpoints are saved, under a Trainer or in a loop with Fabric."""
 
 
 def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: Any = None) -> CheckpointStore:
@@ -62,7 +40,7 @@ class Saving:
     """Writes one worker's files of each save, and removes those of earlier saves."""
 
     worker: CheckpointedStrategy
-    _stale: list[str] = field(default_factory=list)  # files of earlier saves, which the present one replaces
+    _stale: list[str] = field(default_factory=list)  # files of earlier saves, which the present save replaces
     _before: dict[str, str] = field(default_factory=dict)  # the identity of the last save under a path
 
     def agree(self, filepath: str | Path, storage_options: Any = None) -> tuple[str, str]:
@@ -78,7 +56,7 @@ class Saving:
                 "log the values in the name with sync_dist=True",
                 stacklevel=2,
             )
-        # Listed before anybody can have begun the next save, so that its files are never taken for old ones.
+        # Listed before any worker can begin the next save, whose files are then never taken for old ones.
         files = [f for name in ("", *orphans) for f in store.listed(store.folder(path, name))]
         before = self._before.get(path)
         kept = [identity, *([before] if place.kept > 1 and before else [])]
@@ -107,7 +85,7 @@ class Saving:
 
     @staticmethod
     def leave_out(path: str | Path, whose: str) -> None:
-        """Warn that no file is saved after an exception: no process has the whole model, and none may communicate."""
+        """Warn that no checkpoint is saved after an exception: no process has the whole model or may communicate."""
         rank_zero_warn(
             f"no checkpoint {os.fspath(path)}: after an exception {whose} can't communicate any more; resume from the "
             "last one of ModelCheckpoint(every_n_train_steps=...)"
@@ -123,8 +101,8 @@ class Saving:
     def commit(
         self, of_all: dict[str, Any], own: dict[str, Any] | None, path: str, identity: str, storage_options: Any
     ) -> None:
-        """Write every worker's own file, then worker 0's plain one; then remove the files they replace. Collective.
-        OSError: on every worker, where one can't write; the checkpoint before this one is kept."""
+        """Write every worker's own file, then worker 0's plain file; then remove the files that these replace.
+        Collective. OSError: on every worker, where one of them can't write; the previous checkpoint is kept."""
         place = store_of(self.worker, path, storage_options)
         own_file = store.file(path, self.worker.global_rank, self.worker.world_size, identity)
         if own is not None:
@@ -147,12 +125,12 @@ class Saving:
     def _put(place: CheckpointStore, content: dict[str, Any], path: str, identity: str) -> None:
         place.write(worker_state.sealed(content) if place.sealed and KEY in content else content, path, identity)
         if path.endswith(".state"):
-            place.settle(path)  # before anything names it
+            place.settle(path)  # before the plain file names it
 
     def _all(self, write: Callable[[], None], file: str, own_file: str) -> None:
         problems = [p for p in self.worker.gather(self._tried(write, file)) if p]
         if problems:
-            with suppress(OSError):  # what kept it from being written may keep it from being removed
+            with suppress(OSError):  # the error that stopped the writing may stop the removal, too
                 store_of(self.worker, own_file).remove(own_file)  # room on a full disk
             raise OSError(f"{problems[0]}; the checkpoint before this one is kept")
 

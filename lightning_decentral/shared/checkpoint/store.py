@@ -70,7 +70,7 @@ def sync(place: str) -> None:
 
 
 def make(place: str) -> None:
-    """Make a folder and those above it, each flushed to disk in the folder above."""
+    """Make a folder and its parents, and flush each one's entry to disk."""
     if place and not os.path.isdir(place):
         above = os.path.dirname(place)
         make(above)
@@ -89,8 +89,8 @@ def prune(place: str) -> None:
 class Durable:
     """Writes a file next to its target, flushes it to disk, then renames it: readers find the old file or the new."""
 
-    sealed = True  # files are read as they were written, so that a digest holds
-    kept = 1  # saves under one name whose workers' files are kept
+    sealed = True  # files are read back as they were written, so that digests match
+    kept = 1  # number of saves under one name whose workers' files are kept
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
         """Write one file."""
@@ -130,9 +130,9 @@ class Durable:
 
 
 class Entrusted:
-    """Store that leaves writing to a CheckpointIO plugin: at once or later (asynchronously), here or elsewhere.
+    """Store that leaves writing to the user's CheckpointIO plugin: at once or later (asynchronously), here or remotely.
 
-    The workers' files of the save before are kept: until the new plain file is written, readers use the old one.
+    The workers' files of the previous save are kept: until the new plain file is written, readers use the old one.
     """
 
     sealed, kept = False, 2

@@ -1,9 +1,9 @@
-"""State around a call of user code: a thread's torch modes, state to restore before a second run, patched functions.
+"""What surrounds a call of user code: a thread's torch modes, state to restore before a second run, patched functions.
 
 Modes of torch belong to a thread (gradients, autocast, function modes, stream): they are read in one thread and entered
 in another. In addition to inputs, parameters and buffers, a call depends on Python's and numpy's generators,
 `torch.Generator`s that the module holds, and its plain attributes: numbers, text, lists, dictionaries, sets, deques.
-Changes elsewhere (a file, an iterator, an object) happen twice.
+Changes to anything else (a file, an iterator, an object) happen twice when the call runs twice.
 """
 
 import inspect
@@ -30,7 +30,7 @@ class Autocast:
     """Records the autocast modes of the host and of a device, to enter them again."""
 
     def __init__(self, place: torch.device) -> None:
-        kinds = dict.fromkeys(("cpu", place.type))  # one, where the device is the host
+        kinds = dict.fromkeys(("cpu", place.type))  # a single one, where the device is the host
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
@@ -57,7 +57,7 @@ class ThreadModes:
         """Enter the recorded modes in the current thread."""
         with ExitStack() as stack:
             if self._stream is not None:
-                stack.enter_context(cuda.on(self._stream))  # its device, too
+                stack.enter_context(cuda.on(self._stream))  # makes the stream's device current, too
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._gradients))
             for mode in (*self._functions, *self._dispatches):  # in the order in which they were entered
@@ -90,7 +90,7 @@ class Remembered:
     def again(self) -> Iterator[None]:
         """Restore the recorded state within the context; afterwards the present state."""
         numbers, drawn = random.getstate(), np.random.get_state()
-        back = self.put_back()  # what the first run has left, for afterwards
+        back = self.put_back()  # the state that the first run has left, to be restored afterwards
         try:
             yield
         finally:
@@ -121,7 +121,7 @@ class Remembered:
 
 
 def _rebound(value: Any) -> bool:
-    """Return whether an attribute is restored; lists of parameters, as nn.RNN has, aren't."""
+    """Return whether an attribute of a module is restored; lists of parameters, as nn.RNN has, aren't."""
     if type(value) in HELD:
         return not any(isinstance(part, Tensor) for part in value)
     return isinstance(value, (*PLAIN, Tensor))
@@ -156,12 +156,12 @@ def _stub(*args: Any, **kwargs: Any) -> Any:
 class Redirected:
     """Redirects a function: until `close`, a call of the function calls `by(original, *args, **kwargs)`.
 
-    Where several redirect it, as workers in threads of one process do, a call uses the newest redirection of its thread
+    Where a function has several redirections, as with workers in threads, a call uses the newest one of its thread
     (of its context, which another thread may carry over), else the newest of all. The function is a plain or decorated
     one; no other function of its module may be redirected meanwhile."""
 
     def __init__(self, function: Callable[..., Any], by: Callable[..., Any]) -> None:
-        target: Any = inspect.unwrap(function)  # decorated ones call it by its code
+        target: Any = inspect.unwrap(function)  # a decorator's wrapper calls the original function, found by its code
         self.by = by
         with _redirecting:
             if NAME not in target.__globals__:  # nobody redirects it yet
@@ -204,7 +204,7 @@ class _Replaced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owners = list(self.owners)
         own = [one for one in _own.get() if one in owners]
-        newest = (own or owners)[-1:]  # the last may have left just now
+        newest = (own or owners)[-1:]  # the last redirection may have been closed just now
         return newest[0].by(self._original, *args, **kwargs) if newest else self._original(*args, **kwargs)
 
     def undo(self) -> None:

@@ -30,8 +30,8 @@ class BlockPass:
     def __init__(self, root: nn.Module, names: Sequence[str], device: torch.device) -> None:
         # Blocks that the forward has come to, in order, but for what runs before the first boundary, 0.
         self.entered: list[int] = []
-        self.block = len(names)  # whose backward runs
-        self.output_bytes = [0] * (len(names) + 1)  # of what enters each block; the first one's aren't counted
+        self.block = len(names)  # the block whose backward pass runs
+        self.output_bytes = [0] * (len(names) + 1)  # bytes of each block's input; the first block's aren't counted
         self._names = names
         self._parameters = {p.untyped_storage().data_ptr() for p in root.parameters()}
         self._saved: dict[int, tuple[int, int]] = {}
@@ -48,7 +48,7 @@ class BlockPass:
             return run()
         finally:
             for hook in self._hooks:
-                hook.remove()  # what activation checkpointing runs again is backward
+                hook.remove()  # a forward pass that activation checkpointing repeats counts as backward
             self._there.append(self._laps.lap())
 
     def run(self, run: Run) -> None:
@@ -58,14 +58,14 @@ class BlockPass:
     def watch_saved(self, run: Run) -> None:
         """Run the forward pass and record the tensors that it saves for the backward pass."""
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
-            loss = self.run_forward(run)  # kept alive, so that no storage is freed and another counted in its place
+            loss = self.run_forward(run)  # kept alive: the address of a freed storage might be given to another one
         del loss
 
     def forward(self) -> Seconds:
         at = self._laps.seconds()
         stamps = [at[lap] for lap in self._there]
         found = [0.0] * (len(self._names) + 1)
-        # Of a network that runs again in a step, what lies before the first boundary counts to the block passed last.
+        # Where the network runs again in a step, seconds before its first boundary count to the block that ran last.
         for block, (before, after) in zip([0, *self.entered], pairwise(stamps), strict=True):
             found[block] += after - before
         return found
@@ -101,7 +101,7 @@ class BlockPass:
         self.entered.append(block)
         self._there.append(self._laps.lap())
         distinct = dict.fromkeys(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        # Through these a gradient flows on to the block before.
+        # Tensors through which a gradient flows on to the block before.
         for tensor in (t for t in distinct if t.requires_grad and not isinstance(t, nn.Parameter)):
             self.output_bytes[block] += tensor.nbytes
             tensor.register_hook(partial(self._leave, block))
@@ -119,7 +119,7 @@ class BlockPass:
 
 
 def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int], run: Run) -> tuple[BlockCost, ...]:
-    """Measure a forward pass: what runs before the first named module's input, between two modules, behind the last.
+    """Measure blocks: before the first named module's input, from each named module to the next, behind the last.
 
     Runs the forward pass a few times; each block's seconds are its shortest. ValueError: the forward pass doesn't enter
     the modules in this order, each once in a pass."""
@@ -129,7 +129,7 @@ def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int
         passes.append(BlockPass(root, names, device))
         passes[-1].watch_saved(run)
         passes[-1].refuse_another_order()
-    # Without the first pass, which warms up.
+    # The first pass warms up and is left out.
     seconds = [min(times) for times in zip(*(p.forward() for p in passes[1:]), strict=True)]
     titles = ["inputs", *names] if names else ["all"]
     rows = zip(titles, seconds, parameter_bytes, passes[-1].saved_bytes(), strict=True)

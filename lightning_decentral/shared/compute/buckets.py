@@ -42,7 +42,7 @@ class Bucket:
         return parameter.numel()
 
     def lies(self, parameter: nn.Parameter) -> Place:
-        """Return the memory layout of the parameter in the bucket."""
+        """Return the memory layout that the parameter has in the bucket."""
         return Place.of(parameter)
 
     def check(self, parameter: nn.Parameter, place: Place) -> None:
@@ -63,7 +63,7 @@ class Bucket:
             if parameter.data_ptr() == begins + offset * each and parameter.stride() == place.strides:
                 continue
             self.check(parameter, place)
-            # Transposed in place, or exchanged with another of the bucket: what is read mustn't be written before.
+            # Parameters may be transposed in place or swapped: copied first, lest one be overwritten before it's read.
             inside = parameter.untyped_storage().data_ptr() == begins
             value = parameter.detach().clone() if inside else parameter
             moved.append((parameter, value, _view(self.held, offset, place)))
@@ -110,7 +110,7 @@ class Bucket:
         return max(begins or aligned, default=None)
 
     def store(self) -> None:
-        """Copy mixed values to the parameters: here they are views of `flat` already."""
+        """Copy mixed values to the parameters: does nothing here, where parameters are views of `flat`."""
 
     @torch.no_grad()
     def release(self) -> None:
@@ -137,7 +137,7 @@ class HostBucket(Bucket):
 
     @torch.no_grad()
     def store(self) -> None:
-        # Read until the next `adopt`, which is queued behind it and awaited.
+        # The device reads `flat` until the next `adopt`, which is queued behind this copy and awaited.
         self.held.copy_(self.flat, non_blocking=True)
 
 
@@ -149,7 +149,7 @@ class BucketSpan:
         self.flat = bucket.flat[start:stop]
 
     def adopt(self) -> None:
-        if not self._start:  # once for all spans of the bucket
+        if not self._start:  # done once for all spans of the bucket
             self._bucket.adopt()
 
 
@@ -177,7 +177,7 @@ class Pool:
     def take_new(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         try:
             return self._free[shape, dtype, device].pop()
-        except (KeyError, IndexError):  # not a look first: two threads may take from one pool
+        except (KeyError, IndexError):  # no test first: two threads may take from one pool
             return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffers: Iterable[Tensor]) -> None:
@@ -194,18 +194,18 @@ def _view(flat: Tensor, offset: int, place: Place) -> Tensor:
 
 MOST_BUCKET_BYTES = 256 * 2**20
 LEAST_BUCKET_BYTES = 2 * 2**20
-DEVICE_BUCKET_BYTES = 2**30  # a device lands none of a round before all have come: few are better than many
+DEVICE_BUCKET_BYTES = 2**30  # a device waits for all buckets of a round: few are better than many
 BUCKETS = 8
-SHORT = 16  # a last bucket of at most one part in so many may overlap with the next round
-TAIL = 2 * SHORT  # A long last bucket ends in a tail of one part in so many or, as parameters end, up to one in `SHORT`
-LEAST_CUT_BYTES = 2**20  # smaller models aren't cut: another message would take as long as it saves
+SHORT = 16  # the last bucket may overlap with the next round if it is at most this fraction (1/SHORT) of the bytes
+TAIL = 2 * SHORT  # the tail that a long last bucket is split into: from 1/TAIL to 1/SHORT of the bytes
+LEAST_CUT_BYTES = 2**20  # smaller models: another message would take as long as the split saves
 
 
 def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
     """Split a long last bucket in two, where an offset fits, so that the last bucket is short."""
     # The next round's messages may begin while the last bucket's are under way; were it longer, two neighbours' would
-    # fill the queues on the way to a worker, and packets be dropped. Cut is also where nothing overlaps without a
-    # delay, for one small message more: so a checkpoint fits both. A device sends all buckets at once.
+    # fill the queues on the way to a worker, and packets be dropped. The bucket is also split where nothing overlaps,
+    # for one small message more, so a checkpoint fits both. A device sends all buckets at once.
     whole = sum(bucket.bytes for bucket in buckets)
     if whole < max(1, LEAST_CUT_BYTES) or is_short(buckets[-1].bytes, whole) or buckets[-1].flat.device.type == "cuda":
         return [*buckets]
@@ -217,7 +217,7 @@ def with_tail(buckets: Sequence[Bucket]) -> list[Bucket | BucketSpan]:
 
 
 def dealt(parameters: Sequence[nn.Parameter], hands: int) -> list[list[nn.Parameter]]:
-    """Distribute parameters in order over `hands` lists, each to the list with the fewest bytes so far."""
+    """Distribute parameters in order over so many lists, each to the list with the fewest bytes so far."""
     found: list[list[nn.Parameter]] = [[] for _ in range(hands)]
     held = [0] * hands
     for parameter in parameters:
@@ -234,7 +234,7 @@ def is_short(last_bytes: int, whole_bytes: int) -> bool:
 
 def bucket_bytes_of(parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes of a bucket: an eighth of the parameters' bytes, from 2 MiB to 256 MiB."""
-    # While one bucket is mixed the links wait for it: a few are better than one. Each costs a message's latency: few
+    # The links idle while a single bucket is mixed: a few are better than one. Each costs a message's latency: few
     # are better than many.
     known = (p for p in dict.fromkeys(parameters) if not isinstance(p, UninitializedParameter))
     whole = sum(p.numel() * p.element_size() for p in known)

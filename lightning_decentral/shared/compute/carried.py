@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-WORD = "buffers_averaged"  # the attribute by which a module decides for its own buffers
+WORD = "buffers_averaged"  # attribute with which a module's author decides for its buffers
 QUANTIZATION = "torch.ao."
-Suffixes = dict[torch.Size, set[str]]  # ends of parameters' names, by shape
+Suffixes = dict[torch.Size, set[str]]  # last components of parameters' names, by shape
 
 
 def carried(module: nn.Module) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def carried(module: nn.Module) -> dict[str, Tensor]:
     attribute."""
     mirrored = _suffixes(module)
     found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):  # a shared part has several names
+    for prefix, part in module.named_modules(remove_duplicate=False):  # a shared module has several names
         for name, tensor in _carried_by(part, mirrored).items():
             found[f"{prefix}.{name}" if prefix else name] = tensor
     return found
@@ -50,7 +50,7 @@ def _carried_by(part: nn.Module, mirrored: Suffixes) -> dict[str, Tensor]:
         # Rows: more than one dimension of several elements.
         if not any(sum(size != 1 for size in b.shape) > 1 or not _real(b) for b in rest.values()):
             return {}
-    # A shard is one of many: what has no single place on a device is averaged.
+    # A shard is part of a tensor over several devices: such a buffer is averaged.
     parameters = {name: p for name, p in part._parameters.items() if p is not None and type(p.data) is Tensor}
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     return {**rest, **frozen}
@@ -86,5 +86,5 @@ def _real(tensor: Tensor) -> bool:
 
 
 def carried_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the distinct tensors of `carried` in these modules."""
+    """Return the distinct buffers of these modules that aren't averaged but copied from one worker (`carried`)."""
     return list({id(t): t for module in modules for t in carried(module).values()}.values())

@@ -13,13 +13,13 @@ current_stream, on = torch.cuda.current_stream, torch.cuda.stream
 """The stream that the host queues work to on a device; `with on(stream)` changes it."""
 
 device_count, set_device, device_name = torch.cuda.device_count, torch.cuda.set_device, torch.cuda.get_device_name
-synchronize = torch.cuda.synchronize  # The host waits for all streams of a device.
+synchronize = torch.cuda.synchronize  # `synchronize`: the host waits for all streams of a device.
 
 
 def host_like(like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Return empty host memory of the shape and strides of `like`; pinned, so that `device` (by default that of `like`)
     copies to and from it asynchronously."""
-    pin = (device or like.device).type == "cuda"  # pinned memory is dear, and needs CUDA
+    pin = (device or like.device).type == "cuda"  # pinned memory is slow to allocate, and needs CUDA
     return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pin, requires_grad=False)
 
 
@@ -57,7 +57,7 @@ def limit_bytes(count: int, device: torch.device) -> None:
 
 def random_states() -> list[Tensor]:
     """Return the random generator's state of every device; none where this process hasn't started CUDA."""
-    # Not where one is merely there: asking would start CUDA, which no forked worker of a run on hosts could.
+    # Not where a device is merely present: the call would start CUDA, which forked workers can't.
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 

@@ -1,4 +1,4 @@
-"""Tools for a CPU or CUDA device: stopwatches, asynchronous reads, call queues on threads or streams, step hooks."""
+"""Stopwatches, asynchronous reads, call queues (threads, streams) and hooks of a step, for a CPU or CUDA device."""
 
 import atexit
 import threading
@@ -30,7 +30,7 @@ class HostStopwatch:
         self._begun.append(perf_counter())
 
     def stop(self) -> None:
-        # Intervals may lie in each other or, of two threads, beside each other: the sum is the same in any pairing.
+        # Intervals may be nested or, with two threads, overlap: in any pairing of starts and stops the sum is the same.
         self._total += perf_counter() - self._begun.pop()
 
     def during(self, waits: Iterable[Callable[[], object]]) -> None:
@@ -44,7 +44,7 @@ class HostStopwatch:
         return self._total
 
 
-OPEN = 64  # intervals that a device's stopwatch keeps before it looks which of them are over
+OPEN = 64  # intervals that a device's stopwatch keeps before it removes those that the device has finished
 
 
 class DeviceStopwatch(HostStopwatch):
@@ -62,7 +62,7 @@ class DeviceStopwatch(HostStopwatch):
 
     def stop(self) -> None:
         self._open[-1][1].record()
-        if len(self._open) > OPEN:  # nobody may ever ask for the seconds
+        if len(self._open) > OPEN:  # `seconds` may never be called
             self.seconds()
 
     def seconds(self) -> float:
@@ -90,7 +90,7 @@ class AsyncRead:
         self.on_host = tensor.device.type != "cuda"
         self._tensor = tensor
         if not self.on_host:
-            self._source = tensor  # its memory is not to be used again before the copy is done
+            self._source = tensor  # keeps the memory from being reused before the copy is done
             self._tensor = cuda.host_like(tensor).copy_(tensor, non_blocking=True)
             # An event for this copy alone: `read` doesn't wait for what is queued after it.
             self._arrived = cuda.Event()
@@ -134,7 +134,7 @@ class WorkerThread:
             thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
             thread.start()
             _alive[thread] = self._calls
-            # The thread holds the queue alone: were it to hold this object, nothing would end it.
+            # The thread refers to the queue only: with a reference to this object, the object would never be deleted.
             weakref.finalize(self, self._calls.put, None)
         future: Future[Result] = Future()
         self._calls.put((future, call, inputs))
@@ -159,7 +159,7 @@ def _work(calls: Calls) -> None:
     while (sent := calls.get()) is not None:
         future, call, inputs = sent
         try:
-            with torch.no_grad():  # a new thread would have it on
+            with torch.no_grad():  # gradients are enabled in a new thread
                 future.set_result(call(*(one.result() for one in inputs)))
         except BaseException as error:
             future.set_exception(error)  # raised by `result`, in the thread that asks
@@ -197,7 +197,7 @@ def call_queue(device: torch.device, name: str) -> CallQueue:
 
 
 class DeviceSteps:
-    """Hooks around the steps of a device; here of a device that is a worker by itself, which needs none."""
+    """Hooks around a training step on a device; all empty here, where the device holds a whole worker."""
 
     def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         """Run a training step; `redirect` runs it inside the module's own call, where hooks of `forward` see it."""
@@ -214,10 +214,10 @@ class DeviceSteps:
         """Prepare for the backward pass of this loss."""
 
     def after(self) -> None:
-        """Follow up a backward pass."""
+        """Hook after a backward pass."""
 
     def updated(self, optimizer: Any) -> None:
-        """Follow up an optimizer step, which a loss scaler may have skipped."""
+        """Hook after an optimizer step, which a loss scaler may have skipped."""
 
     def blocked(self) -> AbstractContextManager[None]:
         """Context in which gradients are only accumulated."""
@@ -227,4 +227,4 @@ class DeviceSteps:
         """Warn with a remedy where an error is caused by how this device holds the model."""
 
     def rest(self) -> None:
-        """Make the parameters ready to be read by other code."""
+        """Make the parameters readable outside of a step (sharded ones may be gathered)."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 FACTOR = 1e9
-"""A magnitude over FACTOR times the workers' median is far too large, and its message is refused (`health.sound`). A
-variance may rightly be the square of 30000 times another worker's deviation; parameters never come near."""
+"""A message with a magnitude over FACTOR times the workers' median is refused (`health.sound`). Adam's second moments
+may rightly be the square of 30000 times another worker's gradients; parameters never come near."""
 
 _library = torch.library.Library("lightning_decentral", "FRAGMENT")
 

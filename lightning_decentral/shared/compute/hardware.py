@@ -36,7 +36,7 @@ class DeviceLaps(HostLaps):
 
     def _now(self) -> cuda.Event:
         event = cuda.Event(enable_timing=True)
-        event.record()  # on the current stream: queued, nobody waits
+        event.record()  # queued on the current stream, no wait
         return event
 
     def seconds(self) -> list[float]:

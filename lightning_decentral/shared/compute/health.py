@@ -23,15 +23,15 @@ def sound(scales: Tensor) -> Tensor:
     """s_i is finite and s_i <= FACTOR * max(1, m);  m = lower median of the finite s_j, column by column.
 
     The lower median is the smaller one of two, so that of two workers the one with far too large numbers is found; of
-    more workers, where fewer than half have such numbers. The 1 keeps a worker that has just left zero from standing
-    out. Nothing waits for a device. `scales`: [workers, ...], the largest magnitude of each worker (`scale`)."""
+    more workers, where fewer than half have such numbers. Because of the 1 no worker is refused whose
+    tensor has just left zero. The host waits for no device. `scales`: [workers, ...], largest magnitudes (`scale`)."""
     known = scales.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    if len(known) == 2:  # a message and its only receiver: a fifth of the kernels
+    if len(known) == 2:  # one message and its receiver's own: a fifth of the kernels
         median = known.amin(0)
     else:  # infinity where a column has no finite number
         middle = ((known < torch.inf).sum(0, keepdim=True) - 1).clamp(min=0) // 2
         median = known.sort(0).values.gather(0, middle)[0]  # (columns,)
-    # Half of what the type holds at most: no product overflows, so that infinity is never sound.
+    # At most half of the type's largest number: the product doesn't overflow, so infinity is never sound.
     return known <= median.clamp(1, torch.finfo(scales.dtype).max / FACTOR / 2) * FACTOR
 
 
@@ -74,7 +74,7 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if not real.numel():
         zero = torch.zeros((), dtype=real.dtype, device=real.device)
         return zero, zero
-    # The extremes carry NaN and infinity: one pass and no copy. Torch compares no numbers of one byte.
+    # NaN and infinity show in the extremes: one pass, no copy. Torch can't compare floats of one byte.
     smallest, largest = torch.aminmax(real.float() if real.element_size() == 1 else real)
     return smallest, largest
 
@@ -101,14 +101,14 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """sum_k ||t_k||^2 in float64, complex numbers as pairs; a scalar on the tensors' device.
 
     One pass over each on a device, where `t.double().square().sum()` would write two copies in float64. On a host
-    torch's own norm writes one such copy, which took six times as long: here it is one of a piece after the other.
+    torch's own norm writes one such copy, which took six times as long: here pieces are converted one after the other.
     """
     rows = []
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         whole = real.device.type != "cpu" or real.dtype == torch.float64 or real.numel() <= PIECE
         if not whole and real.is_contiguous():
-            # A thread gives memory back that it has freed: fresh pages for each piece took twice as long.
+            # Freed memory returns to the system: fresh pages for each piece took twice as long.
             pieces = real.view(-1).split(PIECE)
             real = torch.stack([_norm(scratch(len(p), torch.float64, p.device).copy_(p)) for p in pieces])
         rows.append(_norm(real))
@@ -123,7 +123,7 @@ def _norm(tensor: Tensor) -> Tensor:
 # ---- replicas that must be the same ----------------------------------------------------------------------------------
 
 TOLERANCE = 1e-2
-"""Allowed difference, as a part of a tensor's largest magnitude: rounding is far below it, a wrong update above."""
+"""Allowed difference relative to a tensor's largest magnitude: rounding is far below, a wrong update above."""
 
 Look = tuple[int | None, float, float, float]
 """Fingerprint, smallest, largest and mean element of a tensor, for comparison between workers."""
@@ -154,7 +154,7 @@ def looks(named: Mapping[str, Tensor]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     for name, tensor in named.items():
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        wide = parts.float() if parts.element_size() == 1 else parts  # torch compares no numbers of one byte
+        wide = parts.float() if parts.element_size() == 1 else parts  # torch can't compare floats of one byte
         mean = wide.sum(dtype=torch.float64) / max(1, wide.numel())
         low, high = extremes(wide).tolist()
         found[name] = int(fingerprint(tensor)), low, high, float(mean)
@@ -167,8 +167,8 @@ class Unequal:
 
     name: str
     usual: tuple[int, Look]
-    other: tuple[int, Look]  # the one that stands out
-    # The largest difference of their smallest, largest and mean element, as a part of the usual magnitude.
+    other: tuple[int, Look]  # the worker whose tensor is unusual
+    # The largest difference between their smallest, largest and mean elements, relative to the usual magnitude.
     deviation: float
 
     @property

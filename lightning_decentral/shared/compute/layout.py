@@ -91,7 +91,7 @@ def orders(buckets: "Iterable[Bucket]") -> list[list[int]]:
 
 def refuse_reordered(state: Mapping[str, Any], buckets: "Iterable[Bucket]") -> None:
     """Raise ValueError where flat state was saved in another memory order than the model has now."""
-    flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # other than the codec's name
+    flat = any(state["states"]) or state["flights"] or len(state["exchange"]) > 1  # there is more than the codec's name
     now = orders(buckets)
     if flat and len(state.get("orders", ())) == len(now) and state["orders"] != now:
         raise ValueError(
@@ -112,7 +112,7 @@ def described(module: nn.Module) -> dict[str, str]:
     refuse_lazy(module.parameters())
     parameters = {name: _text(p) + ("" if p.requires_grad else " (frozen)") for name, p in module.named_parameters()}
     for name, parameter in module.named_parameters():
-        # Expanded: an update in place would be one of all that share a number.
+        # Expanded: elements share memory, so an update of one in place changes the others.
         if any(step == 0 and n > 1 for n, step in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ValueError(
                 f"{name} of shape {tuple(parameter.shape)} repeats its memory (strides {parameter.stride()}): expand "
@@ -137,7 +137,7 @@ def refuse_shared(module: nn.Module) -> None:
     ranges = sorted((*_range(tensor), name) for name, tensor in there.items())
     open_ones: list[tuple[int, str]] = []
     for start, end, name in ranges:
-        open_ones = [(until, other) for until, other in open_ones if until > start]  # ranges that reach into this one
+        open_ones = [(until, other) for until, other in open_ones if until > start]  # overlap this range
         for _, other in open_ones:
             pair = found[name], found[other]
             if any(t.requires_grad for t in pair) and _share(*pair):
@@ -159,7 +159,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.dtype != other.dtype:
         return one.device == other.device
     first, each = min(one.data_ptr(), other.data_ptr()), one.element_size()
-    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)  # as many as bytes: enough
+    places = torch.zeros(max(_range(one)[1], _range(other)[1]) - first, dtype=torch.bool)  # one per byte: enough
     starts = [(t.data_ptr() - first) // each for t in (one, other)]
     views = [torch.as_strided(places, t.shape, t.stride(), at) for t, at in zip((one, other), starts, strict=True)]
     views[0].fill_(True)
@@ -170,7 +170,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     """Set tensor <- value, in place; an expanded tensor's repeated memory is written once."""
     mine = tensor
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine  # one of those that share memory
+        mine = mine.narrow(dim, 0, 1) if step == 0 and size > 1 else mine  # one element of those that share memory
     mine.copy_(value if mine is tensor else value[tuple(slice(size) for size in mine.shape)])
 
 
@@ -191,7 +191,7 @@ def lay_states(optimizer: Optimizer) -> None:
     """
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict):
-            continue  # an optimizer's own idea of it
+            continue  # a state of the optimizer's own type
         alike = [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
         for name in alike:
             state[name] = laid(state[name], Place.of(parameter))
@@ -219,7 +219,7 @@ class ModelLayout:
         trained = [p for p in self._places if p.requires_grad]
         for parameter in trained if parameters is None else parameters:
             place = self._places.get(parameter) or Place.row_major(parameter)
-            # What was frozen may have become another meanwhile, on all workers: then nothing has its place yet.
+            # A frozen parameter may have been replaced meanwhile, on all workers: its layout isn't recorded yet.
             if parameters is not None and (place.shape, place.dtype) != (parameter.shape, parameter.dtype):
                 place = Place.row_major(parameter)
             if parameter in self._places:

@@ -50,10 +50,10 @@ def candidates(module: nn.Module) -> list[BlockSequence]:
 
 
 def _apart(chain: BlockSequence, modules: Mapping[str, nn.Module]) -> list[BlockSequence]:
-    """Return the chain's parts in each of several networks (student, teacher); none where its blocks lie in one."""
+    """Split a chain whose blocks lie in several networks (student, teacher) by network; empty where all lie in one."""
     rows = [name.split(".") for name in chain.names]
     shared = next(i for i in count() if len({tuple(row[: i + 1]) for row in rows}) > 1)
-    if isinstance(modules[".".join(rows[0][:shared])], CONTAINERS):  # stages, one behind the other
+    if isinstance(modules[".".join(rows[0][:shared])], CONTAINERS):  # stages of one network, one behind the other
         return []
     parts: dict[str, list[str]] = defaultdict(list)
     for name, row in zip(chain.names, rows, strict=True):
@@ -72,7 +72,7 @@ def _plain_layers(modules: Mapping[str, nn.Module], members: Mapping[type, list[
 
 
 def _has_parts(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None  # a module's own truth may be its length
+    return next(module.children(), None) is not None  # the module may define `__len__`, and be false when empty
 
 
 def _within(name: str, others: list[str]) -> bool:
@@ -88,7 +88,7 @@ def uncompiled() -> Iterator[None]:
 
 def compiles() -> bool:
     """Return whether anything may have been given to torch.compile in this process, modules or functions."""
-    return "torch._dynamo" in sys.modules  # seconds to import, which torch.compile does
+    return "torch._dynamo" in sys.modules  # torch._dynamo takes seconds to import, and torch.compile imports it
 
 
 @contextmanager
@@ -105,4 +105,4 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether both sequences have the same objects in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))  # without a hash of each, which is Python's
+    return len(some) == len(others) and all(map(is_, some, others))  # hashes would run Python code

@@ -20,7 +20,7 @@ T = TypeVar("T")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024
 NEIGHBOURS = 4  # largest number of neighbours that one launch receives from; for more, torch's operations are as good
-PARTS = 1024  # largest magnitudes that a second kernel puts together
+PARTS = 1024  # number of partial maxima that a second kernel combines
 HEADERS = 32  # largest number of headers that one program judges
 LARGEST_BLOCK = 4096  # largest block of a codec: elements that share a scale, which one program holds
 TILE = 2048  # elements that one program decodes, in blocks
@@ -248,4 +248,4 @@ def try_out(device: torch.device) -> None:
 
 
 def _four(given: Sequence[T]) -> list[T]:
-    return [*given, *[given[0]] * (NEIGHBOURS - len(given))]  # what stands for nobody is never read
+    return [*given, *[given[0]] * (NEIGHBOURS - len(given))]  # padding rows are never read

@@ -1,4 +1,4 @@
-"""Fabric: base class of the methods' Fabric strategies, and the checkpoints that a user's loop saves and loads.
+"""Lightning Fabric: base class of this package's Fabric strategies, and checkpoints of a user's own training loop.
 
 Public: nothing; `FabricGossipStrategy` and `FabricCompressedStrategy` derive from these classes.
 """

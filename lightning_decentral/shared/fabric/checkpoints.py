@@ -1,14 +1,14 @@
 """Checkpoints of Fabric loops: `fabric.save` and `fabric.load`, for workers that may differ.
 
-The plain file is as any Fabric writes it, with the mean of the workers for each module, and worker 0's state of all
-else. With an optimizer in the state, each worker's own state is written next to it, and read by as many workers.
+The plain file is as any Fabric writes it, with the mean of the workers for each module, and worker 0's values of all
+else. With an optimizer in the state, each worker's own state is written next to it; as many workers can resume from it.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,7 +27,7 @@ class FabricCheckpoints:
     """Saves and loads one worker's state of a Fabric loop."""
 
     def __init__(self, worker: "fabric.FabricWorkers", mean_model: MeanModel) -> None:
-        self._worker, self._mean_model = worker, mean_model  # the plain file holds this one's where workers diverge
+        self._worker, self._mean_model = worker, mean_model  # whose mean the plain file holds
         self._saving, self._reading = Saving(worker), Reading(worker)
 
     def save(self, path: Any, state: Mapping[str, Any], converted: Mapping[str, Any], storage_options: Any) -> None:
@@ -61,7 +61,9 @@ class FabricCheckpoints:
         if mark is not None and self._worker.optimizers and _trains(state):
             own = self._reading.read_own(path, mark, weights_only, self._reading.misfit(mark))
         kept = None if own is None else own.pop(KEY)
-        before, self._worker.checkpoint_io = self._worker.checkpoint_io, _Read(checkpoint if own is None else own)
+        came = checkpoint if own is None else own
+        known: Any = SimpleNamespace(load_checkpoint=lambda *_, **__: came)  # it was read already
+        before, self._worker.checkpoint_io = self._worker.checkpoint_io, known
         try:
             yield
         finally:
@@ -78,19 +80,3 @@ class FabricCheckpoints:
 def _trains(state: Any) -> bool:
     """Return whether the state has an optimizer, and not weights alone."""
     return isinstance(state, Mapping) and any(isinstance(value, Optimizer) for value in state.values())
-
-
-class _Read(CheckpointIO):
-    """CheckpointIO that returns a checkpoint that was read already."""
-
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
-        self._checkpoint = checkpoint
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoint
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        raise AssertionError("only read from")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise AssertionError("only read from")

@@ -1,4 +1,4 @@
-"""Follows a user's Fabric loop by its calls: the number of the step, set-ups, optimizer steps, the other workers."""
+"""Follows a user's Fabric loop by the calls it makes: counts steps, compares set-ups, watches optimizer steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +39,7 @@ class FabricWorkerGroup(WorkerGroup):
         self._updates: Updates | None = None
         self._introduced = False
         self._set_up: list[object] = []
-        self.set_ups = TrainingComparison()  # asked where something is set up, in the middle of a loop, too
+        self.set_ups = TrainingComparison()  # a function: something may be set up in the middle of a loop, too
 
     def phase(self) -> str:
         return f"step {self._loop.rounds()[0] + 1}" if self.ready else "set-up"

@@ -1,4 +1,4 @@
-"""Base class of Fabric strategies: the user's own loop, with the parts that Trainers' strategies have.
+"""Base class of Fabric strategies: for a user's own loop, made of the same parts as the strategies for Trainers.
 
 A round follows `optimizer.step()`. A Trainer knows when to evaluate the mean, to save and to end; a user's loop calls
 `with strategy.mean():`, `fabric.save` and `strategy.finish()`.
@@ -37,7 +37,7 @@ MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
 class FabricWorkers(DDPStrategy):
-    """Fabric's DDPStrategy without the DDP wrapper: models start equal, and the method works after each update.
+    """Fabric's DDPStrategy without the DDP wrapper: models start equal, and workers communicate after each update.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: Fabric's own arguments give these.
@@ -49,8 +49,8 @@ class FabricWorkers(DDPStrategy):
     root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
     cut_off, heals, devices_per_worker = False, 0, 1
-    introduction: Callable[[], Sequence[str]]  # lines at the first step: what, with whom, bytes, what is evaluated
-    own: ClassVar[Sequence[str]] = ()  # what may differ between workers
+    introduction: Callable[[], Sequence[str]]  # lines printed at the first step
+    own: ClassVar[Sequence[str]] = ()  # settings that may differ between workers
     drifts: ClassVar[bool]  # whether workers may differ between steps
 
     def __init__(
@@ -64,16 +64,16 @@ class FabricWorkers(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = TIMEOUT,
         start_method: StartMethod = "popen",
-        **unknown: Any,  # ValueError for any
+        **unknown: Any,  # ValueError for any other option
     ) -> None:
         refuse_unknown(type(self), unknown)
         settings: Any = {"process_group_backend": process_group_backend, "timeout": timeout}
         parts = accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         super().__init__(*parts, **settings, start_method=start_method)
-        self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()  # what was set up, in order
-        self.steps = 0  # turns of the optimizers, one update of each; of one optimizer its updates
+        self.modules, self.optimizers = list[nn.Module](), list[Optimizer]()  # those that were set up
+        self.steps = 0  # turns: one update of each optimizer
         self._begins = self._shown = False
-        self._stepped: set[Optimizer] = set()  # those that have taken their update of this turn
+        self._stepped: set[Optimizer] = set()  # optimizers that have taken their update of this turn
         self.model_layout, self.health = ModelLayout(), ReplicaHealth(self)
         self.mean_model, self._group = MeanModel(self.health.mean), FabricWorkerGroup(self, timeout)
         self._checkpoints = FabricCheckpoints(self, self.mean_model)
@@ -148,7 +148,7 @@ class FabricWorkers(DDPStrategy):
                 self._group.setting_up(module)
                 averaged, carried = of_mean(self.modules)
                 if self.mean_model.diverged and {*module.parameters()} & {*averaged}:
-                    self.settle()  # workers that have trained some of it, and have diverged, begin at their mean
+                    self.settle()  # workers that have diverged in parts of this module begin at their mean
                     self.mean_model.take(averaged, carried)
                     self.restart()
                 check_same_model(module, self.wire.roll)
@@ -176,12 +176,12 @@ class FabricWorkers(DDPStrategy):
             raise RuntimeError(f"{MEAN_STANDS}: call optimizer.step() after the block `with strategy.mean():`")
         self._group.set_ups.begin()  # not by an override of `backward`, which would refuse `loss.backward()`
         if isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts:
-            # By its own loss each would call the closure another number of times, and wait for the others in vain.
+            # With its own loss each worker would call the closure a different number of times, and wait in vain.
             loss = kwargs["closure"]
             kwargs["closure"] = lambda: self.all_reduce(loss().detach().clone())
         with self._group.updating:
             output = super().optimizer_step(optimizer, **self.gradient_check.of_step(kwargs, optimizer, self.precision))
-        # One update of each optimizer is a turn; those that are set up and step no more have none.
+        # A turn is one update of each optimizer; optimizers that no longer step are left out.
         self._begins = not self._stepped or optimizer in self._stepped
         self._stepped = {optimizer} if self._begins else {*self._stepped, optimizer}
         self._group.set_ups.done()
@@ -194,7 +194,7 @@ class FabricWorkers(DDPStrategy):
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Report an exception that ends this worker to the others; an error about a lost peer gets its reason."""
+        """Report an exception that ends this worker to the others; give an error about a lost peer its reason."""
         try:
             yield
         except BaseException as error:
@@ -233,7 +233,7 @@ class FabricWorkers(DDPStrategy):
                 if self.mean_model.diverged:
                     self.settle()
                     self.mean_model.take(*of_mean(self.modules))
-                self.barrier()  # nobody leaves while another still receives from it
+                self.barrier()  # no worker leaves while another still receives from it
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class FabricWorkers(DDPStrategy):
             lay_states(optimizer)
         return remainder
 
-    # ---- what checkpoints and the mean ask of a worker --------------------------------------------------------------
+    # ---- what checkpoints and the mean model need of a worker -------------------------------------------------------
 
     @property
     def lightning_module(self) -> Any:
@@ -275,7 +275,7 @@ class FabricWorkers(DDPStrategy):
         return None if self.wire is None else self.wire.world
 
     def meet(self, call: Callable[[], Result]) -> Result:
-        return call()  # nobody counts who waits: a loop of the user's own can't be asked for one more round
+        return call()  # waiting workers aren't counted: a user's own loop can't be made to run one more round
 
     def gather(self, value: Any) -> list[Any]:
         """Gather every worker's value, in order of rank. Collective."""

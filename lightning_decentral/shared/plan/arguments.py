@@ -2,7 +2,7 @@
 
     Every(steps="8", inner=Ring)   ->   ValueError: Every: steps must be a whole number, got '8': write steps=8
 
-A part may be given by its name (`topology="ring"`); integers and lists of numpy, torch and Hydra become Python's.
+A component may be given by its name (`topology="ring"`); integers and lists of numpy, torch and Hydra become Python's.
 Annotations are read at the first construction, a later one costs microseconds. The constructors check ranges.
 
 An option may choose the class of the strategy (`StrategyType`), so that gossip and pipelines take options of packages
@@ -24,7 +24,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from lightning_decentral.shared.plan.kinds import ArgumentKind, Mismatch, kind_of, meant
 
 Class = TypeVar("Class", bound=type)
-SHOWN = 80  # characters of a value
+SHOWN = 80  # characters shown of a value
 
 
 def checked(cls: Class) -> Class:
@@ -36,12 +36,12 @@ def checked(cls: Class) -> Class:
         constructor = constructor_of(cls, made)
         if unknown := [] if constructor.options is None else sorted(kwargs.keys() - constructor.options):
             raise ValueError(no_option(cls.__name__, unknown[0], constructor.options or ()))
-        # More by place than it takes are left to Python to refuse.
+        # Too many positional arguments are left to Python to refuse.
         args = (*map(constructor.one, constructor.places, args), *args[len(constructor.places) :])
         kwargs = {name: constructor.one(name, value) for name, value in kwargs.items()}
         made(self, *args, **kwargs)
         for name, value in (*zip(constructor.places, args, strict=False), *kwargs.items()):
-            # A NaN or an infinity that no range of the constructor's own has refused, whose error is better.
+            # NaN and infinity: checked after the constructor's own ranges, whose errors are better.
             if name in constructor.kinds and isinstance(value, float) and not isfinite(value):
                 remedy = constructor.defaults.get(name, "give a finite one")
                 raise ValueError(f"{constructor.owner}: {name} must be a finite number, got {value}: {remedy}")
@@ -52,27 +52,17 @@ def checked(cls: Class) -> Class:
 
 @dataclass(frozen=True)
 class Constructor:
-    """Arguments that a constructor takes.
-
-    Args:
-        places: names of the parameters that may be positional, in order.
-        kinds: kinds of the parameters, by name.
-        defaults: remedies that name the default, by name of the parameter.
-        options: names of all parameters; None where the constructor passes others on.
-    """
+    """Arguments that a constructor takes."""
 
     owner: str
-    places: tuple[str, ...]
-    kinds: Mapping[str, ArgumentKind]
-    defaults: Mapping[str, str]
-    options: frozenset[str] | None
+    places: tuple[str, ...]  # names of the parameters that may be positional, in order
+    kinds: Mapping[str, ArgumentKind]  # kinds of the parameters, by name
+    defaults: Mapping[str, str]  # remedies that name the default, by name of the parameter
+    options: frozenset[str] | None  # names of all parameters; None where the constructor passes others on
 
     def one(self, name: str, value: Any, place: str = "") -> Any:
-        """Return the argument's value, converted; ValueError for a value of another kind.
-
-        Args:
-            place: the argument's path in a configuration, for the message.
-        """
+        """Return the argument's value, converted; ValueError for a value of another kind. `place`: the argument's path
+        in a configuration, for the message."""
         kind = self.kinds.get(name)
         if kind is None:
             return value
@@ -88,15 +78,12 @@ class Constructor:
 
 @functools.cache
 def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
-    """Return the arguments of a class's constructor, with those of its bases where it passes options on.
-
-    Args:
-        target: a class, or a function, which is its own constructor.
-    """
+    """Return the arguments of a class's constructor, with those of its bases where it passes options on. `target`: a
+    class, or a function, which is its own constructor."""
     parameters = [p for p in inspect.signature(made).parameters.values() if p.name != "self"]
     own = {p.name: p for p in parameters}
     further = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    # What goes on to the base's constructor has its annotation there.
+    # Options passed on to the base's constructor have their annotations there.
     mro = reversed(getattr(target, "__mro__", ())) if further else ()
     bases = [vars(base)["__init__"] for base in mro if "__init__" in vars(base)]
     hints = {name: hint for init in (*bases, made) for name, hint in _hints(init).items()}
@@ -111,7 +98,7 @@ def constructor_of(target: Any, made: Callable[..., Any]) -> Constructor:
 def _hints(init: Any) -> dict[str, Any]:
     try:
         return get_type_hints(init)
-    except (NameError, TypeError, AttributeError):  # of Lightning or torch, and not theirs to read at run time
+    except (NameError, TypeError, AttributeError):  # annotations of Lightning or torch, unreadable at run time
         return {}
 
 
@@ -146,14 +133,8 @@ def shown(value: Any) -> str:
 
 
 def text_of(path: str | Path, remedy: str) -> str:
-    """Read a UTF-8 text file, without a byte order mark.
-
-    Args:
-        remedy: what to do instead, such as "give a trace".
-
-    Raises:
-        ValueError: the file can't be read, or isn't UTF-8.
-    """
+    """Read a UTF-8 text file, without a byte order mark. `remedy`: what to do instead, such as "give a trace".
+    ValueError: the file can't be read, or isn't UTF-8."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -168,13 +149,13 @@ class ChoosesStrategy(ABC):
 
     @abstractmethod
     def strategy(self, cls: type) -> type:
-        """Return the class to construct: `cls`, or another with its constructor. ValueError: `cls` can't be served."""
+        """Return the class to construct: `cls`, or one with its constructor. ValueError: no option for `cls`."""
 
 
 class Elasticity(ChoosesStrategy):
     """Option under which workers join and leave while training runs."""
 
-    given_as = "Elastic"  # a layer above, which this one doesn't import
+    given_as = "Elastic"  # checks made by a layer above, which this module doesn't import
 
 
 class StrategyType(ABCMeta):
@@ -185,7 +166,7 @@ class StrategyType(ABCMeta):
         for name, hint in _hints(inspect.unwrap(cls.__init__)).items():  # type: ignore[misc]
             kinds = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
             if isinstance(options.get(name), str) and any(issubclass(kind, ChoosesStrategy) for kind in kinds):
-                with suppress(Mismatch):  # by its name, as in the YAML files; a wrong one is refused later
+                with suppress(Mismatch):  # an option by name, as in the YAML files; a wrong one is refused later
                     options[name] = kind_of(hint).taken(options[name])
         for option in options.values():
             if isinstance(option, ChoosesStrategy):

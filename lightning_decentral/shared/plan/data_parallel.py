@@ -38,7 +38,7 @@ class BackwardPiece:
 
 
 def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
-    """Yield pieces of the backward pass from the last block on, cut where a bucket is full; gradients come evenly."""
+    """Yield pieces of the backward pass from the last block on, split where a bucket is full, at an even pace."""
     # As in torch the first bucket is small, so that the network has something to do early.
     bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
     for block in reversed(blocks):
@@ -54,7 +54,7 @@ def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Ite
 
 
 Travel = Callable[[int, float, str], list[list[Task[str]]]]
-"""Function (bucket's number, its bytes, task that completes its gradients) -> tasks that send the bucket, in phases."""
+"""Function (bucket number, bytes, name of the task that completes its gradients) -> tasks that send it, in phases."""
 
 
 def step(
@@ -92,7 +92,7 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 
 
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
-    """Insert each bucket's first phase behind the task that completes it, each next phase `lag` buckets later.
+    """Insert each bucket's first phase behind the task that completes the bucket, each next phase `lag` buckets later.
 
     Threads begin a phase when its messages have arrived; a fixed order only approximates that.
     """
@@ -156,7 +156,7 @@ class Accumulated(Method):
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
         own = sum(block.pass_seconds for block in setting.model.step_blocks)
-        # Nobody waits within a step: of its batches the slow ones and the fast ones even out.
+        # No worker waits between the batches of a step: slow and fast batches even out.
         passes = own * factors[:, WARM_STEPS:].mean(axis=(1, 2))
         step: Floats = ((self.batches - 1) * passes + self.method.seconds(setting, factors)) / self.batches
         return step
@@ -175,14 +175,11 @@ def sharded_step(
     blocks: Sequence[BlockCost], gather: Price, scatter: Price, shards: int, factor: float = 1.0, whole: float = 0.0
 ) -> list[Task[str]]:
     """Return the tasks of the slowest worker, whose computation takes `factor` times as long, and of its network, under
-    FSDP. It updates 1 / shards of the parameters; whole matrices are shared out evenly.
-
-    Args:
-        whole: seconds to send shards to their matrices' owners, and as many to send them back (`whole_matrices`).
-    """
+    FSDP. It updates 1 / shards of the parameters; whole matrices are shared out evenly. `whole`: seconds to send shards
+    to their matrices' owners, and as many to send them back (`whole_matrices`)."""
     tasks: list[Task[str]] = []
     for at, block in enumerate(blocks):
-        # One block is gathered ahead: two are whole at a time.
+        # One block is gathered ahead, so two blocks are whole at a time.
         free = (f"forward {blocks[at - 2].name}",) if at > 1 else ()
         tasks.append(Task(f"gather {block.name}", "network", gather.seconds(block.parameter_bytes), free))
         needs = (f"gather {block.name}",)
@@ -198,7 +195,7 @@ def sharded_step(
         tasks.append(Task(f"gather {block.name} again", "network", gather.seconds(block.parameter_bytes), (before,)))
         needs = (f"gather {block.name} again",)
         tasks.append(Task(f"backward {block.name}", "compute", factor * block.backward_seconds, needs))
-        if at:  # behind the next gather, for which the backward would wait
+        if at:  # scattered after the next gather, for which the backward pass would wait
             tasks.append(scattering(back[at - 1]))
     tasks.append(scattering(back[-1]))
     scattered = tuple(f"scatter {block.name}" for block in blocks)
@@ -223,7 +220,7 @@ def whole_matrices(setting: Setting, shards: int) -> float:
 
 
 def sharded_bytes(model: Model, shards: int) -> float:
-    """Return the bytes of a device: 1 / shards of parameters, gradients, state; two whole blocks; saved activations."""
+    """Return the bytes on a device: 1 / shards of parameters, gradients, state; two whole blocks; saved activations."""
     sizes = [block.parameter_bytes for block in model.blocks]
     whole = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
     passing = passing_bytes(model)

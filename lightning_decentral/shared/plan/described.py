@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 60  # Characters of a sequence that are shown; a longer one is its length and a checksum.
-DEEPEST = 12  # Parts within parts; what is deeper is a cycle.
+LONGEST = 60  # Characters of a sequence that are shown; a longer sequence is shown as its length and a checksum.
+DEEPEST = 12  # Depth of nested objects; anything deeper is a cycle.
 
 Facts = Iterator[tuple[str, str]]
 
@@ -30,10 +30,10 @@ def described(value: object, name: str) -> dict[str, str]:
 
 
 def constructed(value: object, within: Iterable[type], skip: Iterable[str] = ()) -> dict[str, Any]:
-    """Return {argument: the object's attribute of that name} for the constructors of these classes."""
+    """Return {argument name: the object's attribute of that name} for the constructors of these classes."""
     names: dict[str, None] = {}
     for cls in within:
-        with suppress(ValueError, KeyError):  # built in, or none of its own
+        with suppress(ValueError, KeyError):  # a built-in class, or one without a constructor
             parameters = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
             names |= {p.name: None for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     kept = {name: getattr(value, name, getattr(value, f"_{name}", _NOTHING)) for name in names}

@@ -40,10 +40,7 @@ def mean_curve(rows: Rows, keys: Sequence[str]) -> Curve:
 
 def draw(rows: Rows, path: Path) -> None:
     """Draw losses over steps (each worker's, their mean, validation); below, the relative consensus distance if logged.
-
-    Raises:
-        ModuleNotFoundError: no matplotlib.
-    """
+    ModuleNotFoundError: no matplotlib."""
     from matplotlib.figure import Figure  # needs no display and leaves the user's pyplot state alone
 
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
@@ -80,11 +77,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return a matplotlib figure that needs no display.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Return a matplotlib figure that needs no display. ValueError: no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -96,11 +89,8 @@ COLOURS = (INK, ACCENT, "#2a9d8f", "#e9a23b", "#8fb3d9", "#7b5ea7", "#7f8c8d")
 
 
 def compare(panels: Mapping[str, Mapping[str, Curve]], loss: str, path: Path) -> None:
-    """Draw one panel per axis, {axis: {run: (x, losses)}}; each run has one colour in all of them.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Draw one panel per axis, {axis: {run: (x, losses)}}; each run has one colour in all of them. ValueError: no
+    matplotlib."""
     figure = new_figure(12, 4)
     names = list(next(iter(panels.values())))
     for axes, (axis, runs) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):

@@ -12,8 +12,8 @@ from lightning_decentral.shared.plan.network import NO_NETWORK, Network, Price
 from lightning_decentral.shared.plan.profile import Model
 from lightning_decentral.shared.plan.timeline import Task, makespan, run
 
-SIMULATED = 128  # workers; more are as many as these draws need to meet the slowest of all
-EXACT_POINTS = 12  # each is a timeline to be simulated
+SIMULATED = 128  # workers at most: so many draws meet the slowest of a larger cluster, too
+EXACT_POINTS = 12  # number of timelines to simulate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cluster:
         return Cluster(per_node * max(alike, default=max(3, most - 1)), per_node)
 
     def reach(self, devices: int) -> str:
-        """Return whether a group of consecutive devices that begins with a node's first lies "inside" or "between"."""
+        """Return "inside" if so many devices, from a node's first on, lie in one node, else "between"."""
         return "between" if devices > self.per_node else "inside"
 
 
@@ -78,7 +78,7 @@ class Method(ABC):
     """A method of training, as a value whose functions take the setting as an argument."""
 
     equal: ClassVar[bool] = True
-    """True where every step trains all that a step of ddp does; otherwise it is shown and never recommended."""
+    """True where a step trains as many parameters as ddp's; a method without is shown and never recommended."""
 
     @abstractmethod
     def prices(self, setting: Setting) -> tuple[Price, ...]:
@@ -107,25 +107,16 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Forecast of a step.
+    """Forecast of a step."""
 
-    Args:
-        seconds: mean seconds per step over runs with stragglers.
-        p50_seconds: half of the runs need fewer seconds per step.
-        p95_seconds: 19 of 20 runs need fewer seconds per step.
-        even_seconds: seconds per step where all workers are equally fast.
-        exposed_seconds: part of `even_seconds` that a network without delay would save.
-        extrapolated: whether some price wasn't measured on such a group.
-    """
-
-    seconds: float
-    p50_seconds: float
-    p95_seconds: float
-    even_seconds: float
-    exposed_seconds: float
+    seconds: float  # mean seconds per step over runs with stragglers
+    p50_seconds: float  # half of the runs need fewer seconds per step
+    p95_seconds: float  # 19 of 20 runs need fewer seconds per step
+    even_seconds: float  # seconds per step where all workers are equally fast
+    exposed_seconds: float  # part of `even_seconds` that a network without delay would save
     card_bytes: float
     memory_bytes: float
-    extrapolated: bool
+    extrapolated: bool  # whether some price wasn't measured on such a group
 
 
 def forecast(method: Method, setting: Setting, factors: Floats) -> StepForecast:
@@ -161,7 +152,7 @@ def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
 
 
 def passing_bytes(model: Model) -> int:
-    """Return the larger one of saved activations and of the optimizer's temporary memory, in bytes."""
+    """Return the bytes of the saved activations or of the optimizer's temporary memory, whichever is larger."""
     return max(sum(block.saved_bytes for block in model.blocks), model.stepping_bytes)
 
 
@@ -185,7 +176,7 @@ class Synchronous(Method):
 
 
 RUNS = 24
-WARM_STEPS = 16  # until waves of waiting have spread as far as they will, with delays up to as many
+WARM_STEPS = 16  # steps until waves of waiting have spread, for delays up to as many steps
 COUNTED_STEPS = 64
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, Union, get_args, 
 import numpy as np
 
 PACKAGE = __name__.partition(".")[0]
-BOOLEANS = (bool, np.bool_)  # numbers to Python, but nobody means them so
+BOOLEANS = (bool, np.bool_)  # bool and complex are numbers to Python; nobody passes them as such
 
 
 class Mismatch(ValueError):
@@ -34,17 +34,11 @@ class Mismatch(ValueError):
 
 @dataclass(frozen=True)
 class ArgumentKind:
-    """Kind of values that an annotation allows.
+    """Kind of values that an annotation allows."""
 
-    Args:
-        text: name of the kind, for the error.
-        taken: function that converts a value for the constructor. Mismatch: the value is of another kind.
-        names: function that returns names of parts that may be given instead of a value.
-    """
-
-    text: str
-    taken: Callable[[Any], Any]
-    names: Callable[[], list[str]] = list
+    text: str  # name of the kind, for the error
+    taken: Callable[[Any], Any]  # converts a value for the constructor. Mismatch: it is of another kind
+    names: Callable[[], list[str]] = list  # function that returns names of parts that may be given instead of a value
 
 
 def kind_of(annotation: Any) -> ArgumentKind:
@@ -54,10 +48,10 @@ def kind_of(annotation: Any) -> ArgumentKind:
     origin = get_origin(annotation)
     if origin in GENERIC:
         return GENERIC[origin](*get_args(annotation))
-    names_a_class = isinstance(annotation, type) and origin is None  # Python 3.10 takes dict[str, int] for one
+    names_a_class = isinstance(annotation, type) and origin is None  # on Python 3.10 dict[str, int] counts as a class
     if not names_a_class or annotation is object:
         return ArgumentKind("anything", lambda value: value)
-    name = getattr(annotation, "given_as", annotation.__name__)  # the class that users write, where that is another one
+    name = getattr(annotation, "given_as", annotation.__name__)  # the class that users write, where it has another name
     text = f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
     return ArgumentKind(text, partial(_instance, annotation), lambda: sorted(_parts(annotation)))
 
@@ -81,8 +75,8 @@ def _is(*classes: type) -> Callable[[Any], bool]:
 PLAIN: dict[Any, ArgumentKind] = {
     type(None): _plain("None", lambda value: value is None),
     bool: _plain("True or False", lambda value: isinstance(value, BOOLEANS), bool),
-    int: _plain("a whole number", _is(SupportsIndex), operator.index),  # of numpy and torch, too
-    # Whole if whole. What isn't finite is refused later: the constructor's range has the better error.
+    int: _plain("a whole number", _is(SupportsIndex), operator.index),  # scalars of numpy and torch, too
+    # Whole numbers stay ints. NaN and infinity are refused later: the constructor's range has the better error.
     float: _plain("a number", _is(SupportsFloat), lambda value: value if isinstance(value, int) else float(value)),
     str: _plain("a string", _is(str, os.PathLike), os.fspath),
 }
@@ -164,7 +158,7 @@ GENERIC: dict[Any, Callable[..., ArgumentKind]] = {
     **dict.fromkeys((Union, types.UnionType), _either),
     **dict.fromkeys((Mapping, dict), _dict),
     **dict.fromkeys((Sequence, list), _list),
-    # Something to go through, once perhaps: its items are not looked at.
+    # An iterable, which may be consumed only once: its items aren't checked.
     **dict.fromkeys(
         (Collection, Iterable),
         lambda item: _plain("a list", lambda value: _is(Iterable)(value) and not isinstance(value, str)),
@@ -189,7 +183,7 @@ def _instance(cls: type, value: Any) -> Any:
     try:
         if isinstance(value, cls):
             return value
-    except TypeError:  # a Protocol that isn't made for this question
+    except TypeError:  # a Protocol that doesn't support isinstance
         return value
     if isinstance(value, type) and get_origin(value) is None and issubclass(value, cls):
         raise Mismatch(f"write {value.__name__}()")
@@ -246,7 +240,7 @@ def class_path(part: type, name: str) -> str | None:
 
 def _public() -> list[Any]:
     """Return the public names of the methods' packages, which import all parts (a pipeline's replicas may gossip)."""
-    # Those of the Lightning that this process can read: `lightning`, unless it has or uses `pytorch_lightning` alone.
+    # From the mirror where this process has, or uses, `pytorch_lightning` alone, and not `lightning`.
     other = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
     package = import_module(f"{PACKAGE}.pytorch_lightning" if other or find_spec("lightning") is None else PACKAGE)
     strategies = filter(isclass, (getattr(package, name) for name in package.__all__))

@@ -20,29 +20,18 @@ RECIPES = {"gpt": "text", "vit": "images, a transformer", "resnet": "images, a R
 
 @dataclass(frozen=True)
 class KnownLosses:
-    """Measured losses of one model on `workers` workers.
+    """Measured losses of one model on `workers` workers."""
 
-    Args:
-        kind: kind of the model, a value of `RECIPES`.
-        recipe: recipe whose runs were measured.
-        batch: samples of a worker and step.
-        loss: final loss of `ddp` with AdamW; of images the cross-entropy of the test set.
-        seeds: number of runs of each method.
-        batches: batches until that loss, by method; None where a run of as many steps doesn't reach it.
-        overrides: overrides of `recipes/train.py` with the measured learning rate and momentum, by method.
-        seconds: seconds of a batch on hosts of one processor thread each, {bits per second: {method: seconds}}.
-    """
-
-    kind: str
-    recipe: str
+    kind: str  # kind of the model, a value of `RECIPES`
+    recipe: str  # recipe whose runs were measured
     workers: int
-    batch: int
+    batch: int  # samples of a worker and step
     parameter_bytes: int
-    loss: float
-    seeds: int
-    batches: Mapping[str, int | None]
-    overrides: Mapping[str, str]
-    seconds: Mapping[str, Mapping[str, float]]
+    loss: float  # final loss of `ddp` with AdamW; of images the cross-entropy of the test set
+    seeds: int  # number of runs of each method
+    batches: Mapping[str, int | None]  # batches until that loss, by method; None where as many steps don't reach it
+    overrides: Mapping[str, str]  # those of `recipes/train.py` with the measured rate and momentum, by method
+    seconds: Mapping[str, Mapping[str, float]]  # of a batch on hosts of one thread, {bits/s: {method: seconds}}
 
     def share(self, method: str) -> float | None:
         """Return the share of the baseline's batches that the method needs; None where it doesn't reach the loss."""
@@ -51,7 +40,7 @@ class KnownLosses:
 
     def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
         """Return the distance to a user's setting: doublings of batch and parameters, and twice those of workers."""
-        # What a method loses against `ddp` depends on the number of workers most.
+        # A method's loss compared with `ddp`'s depends most on the number of workers.
         pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
         return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)
 

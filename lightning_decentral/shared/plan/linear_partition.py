@@ -39,17 +39,24 @@ def linear_partition(costs: Costs, pieces: int) -> tuple[int, ...] | None:
     largest[0] = 0.0
     for _ in range(pieces):
         largest = np.maximum(costs, largest[None, :]).min(axis=1)
-    allowed = np.where(costs <= largest[-1], costs, np.inf)
-    best = np.full(count, np.inf)
-    best[0] = 0.0
-    steps = []
-    for _ in range(pieces):
-        sums = allowed + best[None, :]
-        steps.append(sums.argmin(axis=1))
-        best = sums.min(axis=1)
-    if not np.isfinite(best[-1]):
-        return None
-    at = [count - 1]
-    for before in reversed(steps):
-        at.append(int(before[at[-1]]))
+    best, before = cheapest_ways(np.where(costs <= largest[-1], costs, np.inf), pieces)
+    return boundaries(before[1:]) if np.isfinite(best[pieces, -1]) else None
+
+
+def cheapest_ways(costs: Costs, pieces: int) -> tuple[Costs, NDArray[np.int64]]:
+    """Least sum of costs, and the boundary before, of c pieces that end at a boundary: [c, end], c up to `pieces`."""
+    shape = pieces + 1, len(costs)
+    best, before = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
+    best[0, 0] = 0.0
+    for c in range(1, pieces + 1):
+        sums = costs + best[c - 1][None, :]
+        before[c], best[c] = sums.argmin(axis=1), sums.min(axis=1)
+    return best, before
+
+
+def boundaries(before: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return the boundaries 0, .., n of as many pieces as there are rows of `cheapest_ways`."""
+    at = [before.shape[1] - 1]
+    for row in before[::-1]:
+        at.append(int(row[at[-1]]))
     return tuple(reversed(at))

@@ -12,8 +12,8 @@ the nearest number of them (the bytes are those of all messages, so a link's sec
     all_reduce                    2 (n - 1)      2 (n - 1) / n
     broadcast                     ceil(log2 n)   1
 
-A ring's numbers, of the whole message's bytes. Where an operation wasn't measured, another one's hop and copy stand for
-it, an exchange's first.
+A ring's numbers, of the whole message's bytes. An operation that wasn't measured is computed from another one's latency
+and bandwidth, first of all an exchange's.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ OPERATIONS: dict[str, tuple[Count, Count]] = {
     "all_reduce": (lambda n: 2 * (n - 1), lambda n: 2 * (n - 1) / n),
     "broadcast": (lambda n: ceil(log2(n)), lambda n: 1),
 }
-"""{operation: (hops, copies)}: how often the latency is paid, and a message's bytes pass a link, among n workers."""
+"""{operation: (hops, copies)} of n workers: how often latency is paid, and how often a message's bytes pass a link."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """seconds(bytes) = latency + bytes / bandwidth; whether that was measured on such a group, or extrapolated."""
+    """seconds(bytes) = latency + bytes / bandwidth of an operation, measured on such a group or extrapolated."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -55,7 +55,7 @@ class Network:
     """Network cost model that prices operations by measured links.
 
     Args:
-        given: reaches whose links were given by hand instead of measured.
+        given: the reaches ("inside", "between") whose links were given by hand instead of measured.
 
     Raises:
         ValueError: in `price`, where nothing was measured between nodes.
@@ -76,11 +76,11 @@ class Network:
         cost = self._nearest(operation, reach, workers, flows, per_node, peers)
         (hops_of, copies_of), (measured_hops, measured_copies) = OPERATIONS[operation], OPERATIONS[cost.operation]
         hops = hops_of(workers) / measured_hops(cost.workers)
-        # More flows than measured share what the card gave; fewer may be no faster, one alone being limited otherwise.
+        # More flows than measured share the card's measured rate; fewer may be no faster, each being limited by itself.
         copies = copies_of(workers) / measured_copies(cost.workers) * max(1.0, flows / cost.flows)
         found = (cost.operation, cost.reach, cost.workers, cost.flows)
         measured_so = found == (operation, reach, workers, flows) and (reach == "inside" or cost.per_node == per_node)
-        # For more neighbours than an exponential graph has, nothing is marked.
+        # A price for more neighbours than an exponential graph has isn't marked as extrapolated.
         as_many = operation != "exchange" or cost.peers >= min(peers, (workers - 1).bit_length())
         return Price(hops * cost.latency_seconds, cost.bytes_per_second / copies, not (measured_so and as_many))
 

@@ -3,8 +3,8 @@
 seconds(operation, bytes) = latency + bytes / bandwidth
 
 One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
-collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; nothing here
-measures.
+collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; this module
+measures nothing.
 """
 
 import json
@@ -20,7 +20,7 @@ VERSION = 1
 ALWAYS_MEASURED = ("name", "forward_seconds", "backward_seconds", "update_seconds", "parameter_bytes")
 
 
-Sides = tuple[int, int]  # (the shorter, the longer) of a matrix.
+Sides = tuple[int, int]  # (shorter side, longer side) of a matrix.
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,15 @@ class RoundWork:
     seconds = round_seconds + received message_seconds                                  0 where nothing is received
             + bytes of the parameters (own_seconds_per_byte + received heard_seconds_per_byte)
 
-    Args:
-        codec: repr of the codec, `Plain()` for uncompressed messages.
-        round_seconds: seconds of a round that don't depend on the message's length: threads, headers, sockets.
-        message_seconds: such seconds for each neighbour's message.
-
     Raises:
         ValueError: seconds below 0.
     """
 
-    codec: str
+    codec: str  # repr of the codec, `Plain()` for uncompressed messages
     own_seconds_per_byte: float = 0.0
     heard_seconds_per_byte: float = 0.0
-    round_seconds: float = 0.0
-    message_seconds: float = 0.0
+    round_seconds: float = 0.0  # those of a round that don't depend on the message's length: threads, headers
+    message_seconds: float = 0.0  # such seconds for each neighbour's message
 
     def __post_init__(self) -> None:
         if not min(self.own_seconds_per_byte, self.heard_seconds_per_byte) >= 0:
@@ -104,7 +99,7 @@ class Model:
         batch: samples of a step.
         state_bytes: bytes of the optimizer's state.
         words: overrides on the command line of `recipes/train.py` that make this model; empty for another model.
-        rounds: measured work of gossip rounds, by codec.
+        rounds: measured device work of gossip rounds, one for each codec.
         optimizer: the profiled optimizer, as `optimizer=` names it; empty where unknown.
         states: the optimizer's states with their parameters' shapes: (name, bytes).
         stepping_bytes: bytes that the optimizer needs only while it steps, when activations are freed.
@@ -207,18 +202,13 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """Profile of model and network: all that a forecast needs.
-
-    Args:
-        variation: seconds of computation of single steps over their mean: the distribution of stragglers. Empty means
-            that every step takes equally long.
-        hosts: names of hosts and devices, for people.
-    """
+    """Profile of model and network: all that a forecast needs."""
 
     model: Model
     network: tuple[LinkCost, ...] = ()
+    # Seconds of computation of single steps over their mean: the distribution of stragglers. Empty: all equally long.
     variation: tuple[float, ...] = ()
-    hosts: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)  # names of hosts and devices, for people
 
 
 def write(profile: Profile, path: str | Path) -> None:
@@ -256,7 +246,7 @@ def _profile(found: Mapping[str, Any]) -> Profile:
     model = dict(found["model"])
     blocks = []
     for block in model.pop("blocks"):
-        # A KeyError for what is always measured, although it has a default.
+        # A KeyError for values that are always measured, although they have defaults.
         always = {key: block[key] for key in ALWAYS_MEASURED}
         hidden = tuple((int(short), int(long)) for short, long in block.get("hidden", ()))
         blocks.append(BlockCost(**{**block, **always, "hidden": hidden}))

@@ -1,6 +1,6 @@
 """Discrete-event simulation of tasks on workers: start and finish of each task; makespan, bubble, Chrome trace.
 
-start(task) = max(finish of the worker's task before it, finish of every task it needs)
+start(task) = max(finish of the worker's previous task, finish of every task that it needs)
 """
 
 import json
@@ -15,18 +15,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Task(Generic[Name]):
-    """Task of `seconds` on one worker, which runs its tasks in the order in which they are listed.
+    """Task of `seconds` on one worker, which runs its tasks in the order in which they are listed."""
 
-    Args:
-        name: unique name.
-        worker: anything that runs one task at a time, such as a stage or a link.
-        needs: names of the tasks that must have finished.
-    """
-
-    name: Name
-    worker: str
+    name: Name  # unique name
+    worker: str  # anything that runs one task at a time, such as a stage or a link
     seconds: float
-    needs: tuple[Name, ...] = ()
+    needs: tuple[Name, ...] = ()  # names of the tasks that must have finished
 
 
 @dataclass(frozen=True)

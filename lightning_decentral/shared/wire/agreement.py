@@ -17,7 +17,7 @@ from lightning_decentral.shared.wire.objects import gather_objects
 from lightning_decentral.shared.wire.transport import Transport
 
 PATIENCE_SECONDS = 1.0
-ALERT_SECONDS = 0.02  # once it's known that somebody has ended, and must be notified of every further round
+ALERT_SECONDS = 0.02  # seconds between polls once some worker has ended its epoch and waits for rounds of the others
 ENDED = "ended"
 
 
@@ -86,13 +86,13 @@ class RollCall:
     wanted: Callable[[], list[int]]  # how many it needs the others to have taken before it can go on
     take_part: Callable[[int], None]  # runs one more round of the optimizer with that index, without an update
     met: Callable[[], int]  # how many collective calls of Lightning this worker has entered
-    name: str  # of this roll call in the store, another one for each fit
+    name: str  # key of this roll call in the store, different in each fit
     left_after: Callable[[], list[int] | None] = lambda: (
         None
     )  # rounds after which others stopped before the epoch's end
 
     def __post_init__(self) -> None:
-        self._number, self._alert, self._reported = 0, False, ""  # epochs; whether one has ended; what was written
+        self._number, self._alert, self._reported = 0, False, ""  # number of roll calls; whether a worker has ended
         self._lock, self._closed = threading.Lock(), threading.Event()
         # A thread: a worker that waits is blocked in a message, a collective call or, if the device waits in its place,
         # in whatever needs the device next, and can't report that itself.
@@ -114,7 +114,7 @@ class RollCall:
                 number = self._number
                 ended = self._alert or self.store.check([self._key("ended")])
                 with self._lock:
-                    self._alert = ended and number == self._number  # the roll may have been called meanwhile
+                    self._alert = ended and number == self._number  # the roll call may be over meanwhile
                 if self._alert:
                     self._report(",".join(map(str, [*self.wanted(), self.met()])))
 
@@ -132,14 +132,11 @@ class RollCall:
 
     def end_epoch(self) -> None:
         """Return when every worker has ended its epoch, or stopped, and all have taken the same number of rounds.
-
-        Raises:
-            RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter.
-        """
+        RuntimeError: another worker waits in a collective call that this worker, at its end, will not enter."""
         mine = self.rounds()
         self._report(ENDED)
         self.store.set(self._key("ended"), "yes")
-        # Done when all have come; until then somebody may need further rounds of this worker.
+        # Done when all have ended; until then another worker may need further rounds of this one.
         gathering, rows = self.over.all_gather(torch.tensor(mine))
         pause = 0.001
         while not gathering.done():
@@ -169,7 +166,7 @@ class RollCall:
         return [bool(vote) for vote in votes]
 
     def _answer(self) -> bool:
-        """Take part in the rounds that others wait for; return whether there were any."""
+        """Take part in the rounds that other workers wait for; return whether there were any."""
         rows, all_known = self._asked()
         if any(met > self.met() for *_, met in rows):
             raise Uneven(
@@ -181,9 +178,9 @@ class RollCall:
         return bool(rows) and all_known and self._catch_up([min(column) for column in zip(*rows, strict=True)][:-1])
 
     def _asked(self) -> tuple[list[list[int]], bool]:
-        """Return (rounds wanted by each other worker whose epoch goes on, whether all others have reported)."""
+        """Return (rounds that each other worker needs before its epoch's end, whether all others have reported)."""
         rows = []
-        with suppress(RuntimeError):  # worker 0 has passed and ended, and the store with it; or died: the gather knows
+        with suppress(RuntimeError):  # worker 0, with the store, has ended or died: the gather finds out
             # Checked first: `get` waits for a key that isn't there.
             if not self.store.check([self._key("needed")]):
                 return [], False

@@ -98,20 +98,20 @@ def refuse_estimates(codec: Codec) -> None:
 
 
 class CompressedMean(FlatMean):
-    """Averages by compressed all-reduce, bucket by bucket, concurrently with training: on host threads or CUDA streams.
+    """Averages flat tensors by compressed all-reduce, concurrently with training: on host threads or CUDA streams.
 
-    All workers get the NaN or infinity of one worker (a loss scaler that searches). Its residuals are dropped; where
-    such updates are skipped, `residuals` restores those of before.
+    NaN or infinity on one worker (a loss scaler that searches) reaches all. Its residuals are dropped; where such
+    updates are skipped, `residuals` restores the previous ones.
 
-    Codes go to their owners over the group `over`, the owners' codes over `back`; no other messages use these groups.
+    Codes go to the parts' owners over the group `over`, codes of means over `back`; both groups carry nothing else.
     """
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
         self.codec, self.over, self.back = codec, over, back
-        # Two, since a bucket is to be encoded while the one before is still awaited by its owner.
+        # Two queues, as a bucket is encoded while the previous one's codes are still on their way.
         self.leaving: CallQueue = call_queue(device, "codes leave")
         self.owning: CallQueue = call_queue(device, "codes are reduced")
-        self.flight: type[InFlight] = InFlight  # what lies between the two
+        self.flight: type[InFlight] = InFlight  # average and encode the own part, between the two transfers
         self.pool = Pool()
         self.parts = CodedParts(codec, over.rank, over.size, self.pool)
         self.sent_bytes = 0
@@ -163,7 +163,7 @@ class InFlight:
         self.flats = parts.views(self.flat)
         mine, kept = self.flats[parts.rank], parts.of(parts.rank, x)
         mine.copy_(kept)  # (elements of the own part,)
-        kept.sub_(mine)  # it is not encoded: nothing of it is rounded away
+        kept.sub_(mine)  # the own part isn't encoded: no rounding error
         codes = parts.to_owners(x, self.mean.codec.residual, self.round, self.place)
         drop_if_sick(x)
         self._exchange(self.mean.over, codes, parts.from_others(self.flat))
@@ -172,14 +172,14 @@ class InFlight:
         """Average this worker's own part, encode the mean and send it to all."""
         self.left.result()
         parts, back, mine = self.mean.parts, self.mean.back, self.flats[self.mean.parts.rank]
-        decoded = self.mean.pool.take(mine)  # of the own part, from one worker after another
+        decoded = self.mean.pool.take(mine)  # codes of the own part, from one worker after another
         mine.mul_(parts.share)
         for arriving, codes in self.received.values():
             for pending in arriving:
                 pending.wait()
             parts.codec.decode(codes, decoded, Frame())
             mine.add_(decoded, alpha=parts.share)
-        for pending in self.sent:  # its codes may be overwritten then
+        for pending in self.sent:  # then the codes may be overwritten
             pending.wait()
         self.used.append(decoded)
         codes_of_all = parts.reduced(mine, self.residual.owned, self.round, self.place)
@@ -195,7 +195,7 @@ class InFlight:
             self.take(owner, codes)
         for pending in self.sent:
             pending.wait()
-        # Only here: on a device what takes them next is behind this stream, not behind those of the other calls.
+        # Only here: on a device the next user of the buffers waits for this stream, not for those of the other calls.
         self.mean.pool.give(self.used)
         self.used, self.sent, self.received = [], [], {}
 
@@ -214,5 +214,5 @@ class InFlight:
         self.sent, arriving = over.exchange(sends, receives)
         rest = iter(arriving)
         self.received = {j: ([next(rest) for _ in row], row) for j, row in into.items()}
-        rows = {id(row): row for row in (*out.values(), *into.values())}  # one that goes to several is one
+        rows = {id(row): row for row in (*out.values(), *into.values())}  # a tensor sent to several workers counts once
         self.used += [code for row in rows.values() for code in row]

@@ -49,14 +49,14 @@ class Sharded:
     """
 
     module: nn.Module
-    over: Transport  # of the devices that hold the shards
+    over: Transport  # mesh of the devices that hold the shards
     device: torch.device
-    compute: torch.dtype | None = None  # that parameters are gathered and used in, gradients summed in float32, or None
+    compute: torch.dtype | None = None  # type of gathered parameters; gradients are summed in float32
     _before: list[tuple[nn.Module, tuple[type, set[str], dict[str, set[int]]]]] = field(init=False)  # names, hooks
 
     def __post_init__(self) -> None:
         self._mesh = mesh = _mesh(self.over, self.device.type)
-        # No dictionary: torchmetrics hashes a metric with its state, which changes.
+        # A list, no dictionary: a torchmetrics metric hashes its state, which changes.
         self._before = [(m, (type(m), set(m.__dict__), _hook_ids(m))) for m in self.module.modules()]
         # Autocast takes a weight that is bf16 already as it is, so that no copy is kept until the backward. Inputs are
         # left to it.
@@ -65,7 +65,7 @@ class Sharded:
         for block in _blocks(self.module):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.module, mesh=mesh, mp_policy=policy)
-        self.root._get_fsdp_state()._lazy_init()  # its hooks are all there from here on
+        self.root._get_fsdp_state()._lazy_init()  # from here on the module has all of FSDP's hooks
         self._added = [_hook_ids(m) for m, _ in self._before]
         self._laid_out = {name for name, _ in self.module.named_parameters()}
 
@@ -85,11 +85,11 @@ class Sharded:
     def undo(self) -> None:
         """Turn the module back into a plain one, with whole parameters on the host. Collective."""
         self.reshard()
-        whole: dict[int, nn.Parameter] = {}  # by identity: what was tied is tied again
+        whole: dict[int, nn.Parameter] = {}  # by identity: tied parameters are tied again
         for part, _ in self._before:
             for name, parameter in part.named_parameters(recurse=False):
                 if id(parameter) not in whole:
-                    full = full_tensor(parameter).cpu()  # one device may have less room than all had for the shards
+                    full = full_tensor(parameter).cpu()  # one device may have too little memory for the whole model
                     whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
         self.abandon()
@@ -109,7 +109,7 @@ class Sharded:
     def abandon(self) -> None:
         """Turn the module back into a plain one after an exception, with shards where they weren't gathered."""
         for (part, (kind, names, hooks)), added in zip(self._before, self._added, strict=True):
-            for where in _HOOKS:  # those that others gave the module since stay
+            for where in _HOOKS:  # hooks that other code has added since stay
                 for number in added[where] - hooks[where]:
                     getattr(part, where).pop(number, None)
             if isinstance(part, FSDPModule):
@@ -117,15 +117,15 @@ class Sharded:
                 _composable_state._module_state_mapping.pop(part, None)
             for name in [n for n in part.__dict__ if n not in names and ("composable" in n or "_fsdp_" in n)]:
                 del part.__dict__[name]
-        # Where torch keeps groups besides their names: DTensor remembers meshes for ever, and with them the descriptors
-        # of a group that has ended.
+        # torch keeps groups in other places, too: DTensor caches meshes for ever, and with them the sockets of a group
+        # that has ended.
         vars(self._mesh).get("_pg_registry", {}).clear()
-        gc.collect()  # and what FSDP made refers to itself, and to the group
+        gc.collect()  # and FSDP's objects refer to each other and to the group
 
 
 def _mesh(over: Transport, device: str) -> DeviceMesh:
-    # A name of its own: DTensor remembers what it makes of equal meshes, and would give tensors that of an earlier fit,
-    # whose group is no more.
+    # A unique name: DTensor caches by equal meshes, and would give tensors the mesh of an earlier fit, whose group has
+    # ended.
     return DeviceMesh.from_group(over.group, device, mesh_dim_names=(f"island {over.group.group_name}",))
 
 
@@ -252,7 +252,7 @@ class ShardBucket(Bucket):
         """Do nothing: the shards' storage is FSDP's."""
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (parts of `flat`, the shards that they copy)."""
+        """Return (views of `flat`, the shards whose values these hold)."""
         shards = [local(parameter) for parameter in self.parameters]
         places = zip(self._offsets, shards, strict=True)
         return [self.flat[at : at + shard.numel()].view(shard.shape) for at, shard in places], shards

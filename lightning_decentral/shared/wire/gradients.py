@@ -21,7 +21,7 @@ from lightning_decentral.shared.compute.layout import Place, dense_strides
 from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison
 from lightning_decentral.shared.wire.pending import Pending
 
-BUCKET_BYTES = 25 * 2**20  # DDP's
+BUCKET_BYTES = 25 * 2**20  # DDP's default
 SPARSE = 2**15  # the flag of a sparse gradient: more than there are workers
 UNSEEN = (
     "a parameter was unfrozen within a step whose backward the strategy doesn't see, so its gradient isn't averaged: "
@@ -40,7 +40,7 @@ def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor)
 def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the tensors that `pack` packed."""
     rows = flat.split([other.numel() for other in like])
-    # Of one dimension a row is what it has to be.
+    # tensors of one dimension need no view
     return [row if other.dim() == 1 else row.view(other.shape) for row, other in zip(rows, like, strict=True)]
 
 
@@ -55,7 +55,7 @@ def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
 
 def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[int]:
     """Return for each gradient, from the flags' sum: 0 if no worker has it, `SPARSE` if one is sparse, else 1."""
-    # Only who lacks one waits for the others, and reads what may lie on a device.
+    # Only a worker without some gradient waits for the sum, and reads it from the device.
     if all(gradient is not None for gradient in gradients):
         return [SPARSE if gradient is not None and gradient.is_sparse else 1 for gradient in gradients]
     pending.wait()
@@ -69,9 +69,9 @@ class GradientBucket:
         self.parameters = tuple(parameters)
         self.elements = sum(p.numel() for p in parameters)
         self.members = frozenset(parameters)
-        self.waiting = set(self.members)  # those whose gradient the backward hasn't made yet
+        self.waiting = set(self.members)  # parameters whose gradients aren't computed yet
         self.pending: Pending | None = None  # the message under way
-        self._views: list[Tensor] = []  # of the flat message, one for each parameter
+        self._views: list[Tensor] = []  # views of the flat message, one for each parameter
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -83,7 +83,7 @@ class GradientBucket:
         pack(self.gradients, self.parameters, flat)
         self._views = parts(flat, self.parameters)
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            # A gradient has the strides of its parameter, which fused optimizers ask for.
+            # A gradient gets the strides of its parameter, as fused optimizers need.
             if parameter.grad is not None and not parameter.grad.is_sparse and parameter.is_contiguous():
                 parameter.grad = view
 
@@ -93,31 +93,25 @@ class GradientBucket:
         rows, self._views = self._views or parts(means, self.parameters), []
         for parameter, mean, some in zip(self.parameters, rows, used, strict=True):
             if parameter.grad is mean:
-                continue  # it is a view
+                continue  # `.grad` is a view of the message
             own = parameter.grad
             if own is not None and not own.is_sparse:
                 own.copy_(mean)
-            elif some == SPARSE:  # an embedding's rows, unless this worker's own shows otherwise
+            elif some == SPARSE:  # sparse in rows (an embedding's), unless this worker's own gradient shows otherwise
                 parameter.grad = mean.to_sparse(1 if own is None else own.sparse_dim())
             elif some:
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
-def at_the_end(loss: Tensor, call: Callable[[], None]) -> None:
-    """Run the call at the end of the next backward pass of `loss`, before other code sees the gradients."""
-    # Only within a backward can its end be waited for.
-    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
-
-
 class Average:
-    """Base class of averages of gradients, whose workers also report what they used, and whether they have news."""
+    """Base class of averages of gradients, with which workers also learn whether any of them has news to compare."""
 
-    news: Callable[[], bool] = bool  # asked after each backward; any worker's are known to all (`any_news`)
-    layouts = TrainingComparison()  # asked where what is trained has changed
-    under_way = False  # from a backward's begin until its gradients are averaged
+    news: Callable[[], bool] = bool  # called after each backward pass: news for `any_news` on all workers
+    layouts = TrainingComparison()  # called where the trained parameters have changed
+    under_way = False  # true from a backward pass's begin until its gradients are averaged
 
     def __init__(self) -> None:
-        self._reported: list[tuple[Tensor, Pending]] = []  # of the last 32 averages
+        self._reported: list[tuple[Tensor, Pending]] = []  # news of the last 32 averages
 
     def enter(self) -> None:
         """Begin an average, which every worker must enter; does nothing within one."""
@@ -145,11 +139,8 @@ Kind = TypeVar("Kind", bound=GradientBucket)
 
 
 class Launcher(Generic[Kind]):
-    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete.
-
-    Raises:
-        RuntimeError: in the backward pass, where a gradient grows again after it was sent.
-    """
+    """Sends buckets in order, each as soon as its gradients and those of earlier buckets are complete. RuntimeError: in
+    the backward pass, where a gradient grows again after it was sent."""
 
     def __init__(self, launch: Callable[[Kind], None], first: Callable[[], None] = lambda: None) -> None:
         self.paused = False  # gradients are only accumulated meanwhile
@@ -157,17 +148,14 @@ class Launcher(Generic[Kind]):
         # Start a bucket's message; follow the first gradient since `begin`, unless `begun` was set before.
         self._launch, self._first = launch, first
         self._hooks: dict[nn.Parameter, tuple[RemovableHandle, Any]] = {}
-        self._seen: list[tuple[torch.Size, torch.dtype]] = []  # of those with hooks, in their order
+        self._seen: list[tuple[torch.Size, torch.dtype]] = []  # handles of the hooks, in order of the parameters
         self.buckets: tuple[Kind, ...] = ()
-        self._of: dict[nn.Parameter, int] = {}  # the number of its bucket
+        self._of: dict[nn.Parameter, int] = {}  # {parameter: number of its bucket}
         self.begin(())
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Put hooks on these parameters and on no others; return whether that changed any.
-
-        Raises:
-            ValueError: a parameter has another shape or type than when it got its hook.
-        """
+        """Put hooks on these parameters and on no others; return whether that changed any. ValueError: a parameter has
+        another shape or type than when it got its hook."""
         if parameters:
             self.refuse_changed()
         if set(parameters) == self._hooks.keys():
@@ -175,8 +163,8 @@ class Launcher(Generic[Kind]):
         for parameter in self._hooks.keys() - set(parameters):
             self._hooks.pop(parameter)[0].remove()
         for parameter in (p for p in parameters if p not in self._hooks):
-            # As DDP's: behind all of the user's own hooks of the parameter, whenever they were registered. Autograd
-            # makes another node as soon as nobody holds this one.
+            # As DDP's hooks: after all of the user's own hooks of the parameter. The node is kept here, as autograd
+            # makes a new one when no reference is left.
             node = get_gradient_edge(parameter).node
             self._hooks[parameter] = node.register_hook(partial(self._ready, parameter)), node
         self._seen = [(p.shape, p.dtype) for p in self._hooks]
@@ -184,7 +172,7 @@ class Launcher(Generic[Kind]):
 
     def refuse_changed(self) -> None:
         """Raise ValueError where a watched parameter has got another shape or type."""
-        # The node of autograd that a hook holds has the ones of then, and so have messages.
+        # The autograd node that a hook holds has the former shape and type, and so have messages.
         if [(p.shape, p.dtype) for p in self._hooks] != self._seen:
             for parameter, (shape, dtype) in zip(self._hooks, self._seen, strict=True):
                 Place(shape, dtype, dense_strides(parameter)).refuse_changed(parameter)
@@ -197,7 +185,7 @@ class Launcher(Generic[Kind]):
         """Prepare a backward pass whose gradients are sent in these buckets."""
         if self.buckets != (now := tuple(buckets)):
             self.buckets, self._of = now, {p: index for index, bucket in enumerate(now) for p in bucket.members}
-        self._launched, self.begun = 0, False  # buckets that have left
+        self._launched, self.begun = 0, False  # number of sent buckets
         for bucket in buckets:
             bucket.waiting, bucket.pending = set(bucket.members), None
 
@@ -220,7 +208,7 @@ class Launcher(Generic[Kind]):
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         self.buckets[index].waiting.discard(parameter)
-        # Never past one that waits: workers with unequal graphs still pair the right ones.
+        # In order, never past an incomplete bucket: so messages match between workers with unequal graphs.
         while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
             self._launched += 1
             self._launch(self.buckets[self._launched - 1])

@@ -17,7 +17,7 @@ REMEDY = "Lower the learning rate, clip gradients (gradient_clip_val) or find th
 
 @dataclass(frozen=True)
 class Ailment:
-    """Why a worker is left out of a mean: the number of its first bad tensor, and the largest magnitude in it."""
+    """Reason to leave a worker out of a mean: its first bad tensor, by number, and the largest magnitude in it."""
 
     tensor: int
     scale: float
@@ -51,7 +51,7 @@ def _kinds(tensor: Tensor) -> Tensor:
 
 
 def _others(tensor: Tensor, known: Iterable[Tensor]) -> Tensor:
-    """Return a tensor's elements without those that were never finite, by the `known` kinds of tensors of its shape."""
+    """Return a tensor's elements without those that were never finite, by the `known` kinds for its shape."""
     kinds = _kinds(tensor)
     alike = [k for k in known if k.shape == kinds.shape]
     constant = torch.stack([kinds == k.to(kinds.device) for k in alike]).any(0) & (kinds > 0) if alike else kinds > 3
@@ -63,11 +63,10 @@ def ailing(
 ) -> dict[int, Ailment]:
     """Return {worker: why its replica isn't healthy}, equal on all; by `compute.health.sound` for each tensor.
 
-    Collective: gathers two numbers for each tensor. A tensor with -inf, but neither NaN nor +inf, on most workers
-    without NaN is a mask; one of nothing but +inf a best score that none has reached yet. Elements that weren't finite
-    from the start count as healthy, each until it is written: a queue fills up.
-    `devices`: of each worker, in consecutive ranks; their tensors may be shards. `known`: the result of `constants`,
-    equal on all.
+    Collective: gathers two numbers for each tensor. A tensor that has -inf, but no +inf, on most workers without NaN is
+    taken for a mask; a tensor of nothing but +inf for a best score that isn't reached yet. Elements that weren't finite
+    from the start count as healthy, each until it is written: a queue fills up. `devices`: number of devices of each
+    worker, in consecutive ranks; their tensors may be shards. `known`: the result of `constants`, equal on all.
     """
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]  # (lowest, highest) of each
     if known:
@@ -93,7 +92,7 @@ def ailing(
 def mean_of_others(tensors: Sequence[Tensor], mean_of: Mean, left_out: bool) -> list[Tensor]:
     """sum_i share_i x_i / sum_i share_i over the workers i that aren't left out. Collective."""
     device = next(t.device for t in tensors if real(t))
-    # The sum of shares travels along. Zeros instead of a share of zero: zero times NaN is NaN.
+    # The sum of shares is averaged, too. Zeros replace tensors of share zero: zero times NaN is NaN.
     one = torch.full((1,), 0.0 if left_out else 1.0, dtype=torch.float64, device=device)
     *sums, share = mean_of([*(torch.zeros_like(t) if left_out and real(t) else t for t in tensors), one])
     return [total / float(share) if real(total) else total for total in sums]
@@ -102,14 +101,14 @@ def mean_of_others(tensors: Sequence[Tensor], mean_of: Mean, left_out: bool) -> 
 def mean_of_sound(
     tensors: Sequence[Tensor], mean_of: Mean, over: Transport, devices: int = 1, shards: int = 1
 ) -> tuple[list[Tensor], str]:
-    """Return (the mean of the healthy workers, why this worker isn't among them or ""). Collective: one mean where all
-    are healthy and none has shards. `over`: the group of all devices, `devices` of each worker; with `shards` each sees
-    a part of a mean. FloatingPointError on all workers where no worker is healthy.
+    """Return (the mean of the healthy workers, the reason why this worker was left out or ""). Collective: one mean
+    where all are healthy and none has shards. `over`: the group of all devices, `devices` of each worker; with `shards`
+    each sees a part of a mean. FloatingPointError on all workers where no worker is healthy.
     """
     means = mean_of(tensors)
     if not means:
         return means, ""
-    # A sick number shows in the mean, which all know: nobody needs to ask.
+    # An unhealthy number shows in the mean, which all have: no further message is needed.
     if shards == 1 and float(scale(means)) <= FACTOR / over.size:
         return means, ""
     if not (sick := ailing(tensors, over, devices)):
@@ -141,7 +140,7 @@ def mend(tensors: Sequence[Tensor], means: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def mend_together(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Replace all tensors by all values if any tensor isn't healthy compared to its value: they belong together."""
+    """Replace all tensors by these values if any tensor isn't healthy compared to its value: they belong together."""
     if any(_unsound(own, value) for own, value in zip(tensors, values, strict=True)):
         torch._foreach_copy_(list(tensors), list(values))
 

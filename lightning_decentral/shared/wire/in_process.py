@@ -49,10 +49,10 @@ class ThreadTurn:
 
 
 class Lent:
-    """Tensor that its owner doesn't change before it calls `settle`: later readers get a copy."""
+    """A sent tensor that its owner leaves unchanged until it calls `settle`; later readers get a copy."""
 
     def __init__(self, tensor: Tensor, readers: int) -> None:
-        self._tensor, self._missing, self._lock = tensor, readers, Lock()  # missing: readers still to come
+        self._tensor, self._missing, self._lock = tensor, readers, Lock()  # number of readers still to come
 
     def read(self, take: Callable[[Tensor], Any]) -> None:
         """Read the tensor as one of the readers, without changing it."""
@@ -70,13 +70,13 @@ class Lent:
 class Mailboxes:
     """Messages that were sent and not yet received, by address, in the order of sending."""
 
-    wait_seconds: float = 600.0  # after which who waits for a message ends
+    wait_seconds: float = 600.0  # seconds after which a wait for a message ends
     _boxes: dict[Hashable, deque[Any]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _lock: RLock = field(default_factory=RLock, init=False)
     _waiting: dict[Hashable, Condition] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
     _unwanted: set[Hashable] = field(default_factory=set, init=False)
-    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)  # passed on by who waits
+    turn: ThreadTurn = field(default_factory=ThreadTurn, init=False)  # given to another thread while a worker waits
 
     def lend(self, addresses: Sequence[Hashable], tensor: Tensor) -> Lent:
         """Send the tensor to all addresses without a copy, until `settle`."""
@@ -92,7 +92,7 @@ class Mailboxes:
                     self._unwanted.remove(address)
                 else:
                     self._boxes[address].append(value)
-                    # Who waits for another message isn't woken.
+                    # Only threads that wait for this address are woken.
                     if waiting := self._waiting.get(address):
                         waiting.notify_all()
 
@@ -135,9 +135,9 @@ class _Arriving:
 
     boxes: Mailboxes
     addresses: Sequence[Hashable] = ()
-    hand_over: Callable[[list[Lent]], Any] = len  # nothing is there to be handed over
-    own: Lent | None = None  # what this worker lent, settled first: what is handed over may be written into it
-    once: bool = False  # the addresses are no other message's: when nobody waited for it, what comes is forgotten
+    hand_over: Callable[[list[Lent]], Any] = len  # no messages to receive
+    own: Lent | None = None  # this worker's sent tensors, settled first: received values may be written into them
+    once: bool = False  # addresses of this message alone: if it's never waited for, it's dropped
     waited: bool = False
 
     def __del__(self) -> None:
@@ -168,7 +168,7 @@ class InProcessTransport(Transport):
         """Do nothing: a transport between threads opens nothing."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
-        to: dict[int, list[Hashable]] = {}  # of each tensor: it's lent once, however many receive it
+        to: dict[int, list[Hashable]] = {}  # addresses by tensor, which is sent once to all of them
         for peer, tensor, tag in sends:
             to.setdefault(id(tensor), []).append((self._name, self.rank, peer, tag))
         tensors = {id(m.tensor): m.tensor for m in sends}
@@ -201,7 +201,7 @@ class InProcessTransport(Transport):
     def _between(
         self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Lent]], Any]
     ) -> Pending:
-        """Send the sources' tensors to each target, which hands over those of the other sources."""
+        """Send the sources' tensors to each target; a target's wait passes on those of the other sources."""
         call = self._name, "collective", self._calls
         self._calls += 1
         others = [target for target in targets if target != self.rank] if self.rank in sources else []

@@ -1,7 +1,7 @@
 """torch.distributed for workers in threads of one process: each worker's thread has a default process group of its own.
 
-    get_rank, get_world_size, is_initialized, get_backend        of the thread's worker
-    all_reduce, all_gather, broadcast, barrier, and objects      over the threads' mailboxes
+    get_rank, get_world_size, is_initialized, get_backend        as the thread's worker has them
+    all_reduce, all_gather, broadcast, barrier, and objects      through mailboxes between the threads
 
 It serves code that calls torch.distributed itself: sharded data streams, metrics, Lightning's own collectives. It
 replaces torch.distributed's process group, and opens no connection.
@@ -60,7 +60,7 @@ class InProcessGroup(dist.ProcessGroup):
             if operation == ReduceOp.SUM:
                 self._over.all_reduce(tensor).wait()
                 continue
-            # By comparison: a `ReduceOp` equals its kind, and is of another type.
+            # Found by ==: a `ReduceOp` equals its kind, but has another type and hash.
             combine = next((call for known, call in OPERATIONS.items() if operation == known), None)
             if combine is None:
                 raise ValueError(

@@ -1,6 +1,6 @@
 """The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good.
 
-When it is shown: `shared.evaluation`. What a checkpoint saves of it, and who resumes from it: `shared.checkpoint`.
+`shared.evaluation` decides when the mean is swapped in; `shared.checkpoint` saves it and resumes from it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ MeanOf = Callable[..., list[Tensor]]
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
 ROUNDINGS = 8
-"""Largest difference of a parameter that was changed and restored, in roundings of its largest magnitude."""
-CHUNK_BYTES = 64 * 2**20  # summed at a time: one flat copy of all would need the memory of another model
+"""A parameter that was changed and restored may differ by so many roundings of its largest magnitude."""
+CHUNK_BYTES = 64 * 2**20  # bytes summed at a time: one flat copy of all would need the memory of another model
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
     indices) is this worker's own.
     """
     results = [tensor.detach().clone() for tensor in tensors]
-    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of at most CHUNK_BYTES and a tensor
+    chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of CHUNK_BYTES and one tensor at most
     for result in results:
         if not (result.is_floating_point() or result.is_complex()):
             continue
@@ -42,19 +42,15 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
             rows.append([])
         rows[-1].append(result)
     for members in (m for rows in chunks.values() for m in rows):
-        _mean_in_place(members, over, share)
+        exact = torch.promote_types(members[0].dtype, torch.float32)  # half precision loses small shares
+        flat = torch.empty(sum(t.numel() for t in members), dtype=exact, device=members[0].device)  # (elements,)
+        pack(members, members, flat)
+        # Before the sum: a mask of the largest finite number stays finite.
+        flat = flat.div_(over.size) if share is None else flat.mul_(share)
+        over.all_reduce(flat).wait()
+        for tensor, part in zip(members, parts(flat, members), strict=True):
+            tensor.copy_(part)
     return results
-
-
-def _mean_in_place(tensors: Sequence[Tensor], over: Transport, share: float | None) -> None:
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision loses small shares
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=exact, device=tensors[0].device)  # (elements,)
-    pack(tensors, tensors, flat)
-    # Before the sum: a mask of the largest finite number stays finite.
-    flat = flat.div_(over.size) if share is None else flat.mul_(share)
-    over.all_reduce(flat).wait()
-    for tensor, part in zip(tensors, parts(flat, tensors), strict=True):
-        tensor.copy_(part)
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
@@ -88,7 +84,7 @@ class Swap:
         self._tensors = list(tensors)
         self._own = [tensor.detach().clone() for tensor in tensors]
         self._put(values)
-        self._stood = list(values)  # what shows whether somebody has written meanwhile
+        self._stood = list(values)  # versions, which show later writes
 
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
@@ -126,8 +122,8 @@ class Swap:
 
 @torch.no_grad()
 def _other(now: Tensor, stood: Tensor) -> bool:
-    """Return whether a tensor was written. Rounding of a parameter doesn't count, as of adapters that were merged and
-    taken out again: otherwise each worker's own parameter would become the mean."""
+    """Return whether a tensor was written. Rounding of a parameter doesn't count (adapters merged and taken out again):
+    otherwise the mean would replace each worker's own parameter."""
     trained, now, stood = isinstance(now, nn.Parameter), local(now), local(stood).to(now.dtype)
     if torch.equal(now, stood) or not now.numel():
         return False
@@ -151,7 +147,7 @@ class MeanModel:
 
     def __init__(self, mean_of: MeanOf, shown: Shown = list) -> None:
         self.mean_of, self._shown = mean_of, shown
-        # Called where it has left a model, with the tensors that keep what was written to them meanwhile.
+        # Called when the swap ends, with the tensors that were written meanwhile and keep their new values.
         self.hidden: Callable[[Sequence[Tensor]], Any] = bool
         self.diverged = False  # whether the workers differ
         self._swap: Swap | None = None
@@ -209,8 +205,8 @@ class MeanModel:
         return state if self._swap is None else self._swap.paused(state)
 
     def given(self, own: dict[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this worker's own state_dict with the tensors that the mean averages in its place. `model`: the
-        present state_dict of the model, whose tensors show which ones."""
+        """Return this worker's own state_dict with the tensors that the mean averages in place of its own (`Shown`).
+        `model`: the present state_dict of the model, by whose tensors these are found."""
         tensors = {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
         pairs = zip(tensors.items(), self._shown([*tensors.values()]), strict=True)
         return {**own, **{name: shown for (name, tensor), shown in pairs if shown is not tensor and name in own}}

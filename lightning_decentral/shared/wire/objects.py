@@ -25,12 +25,12 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
     """Gather the value of every worker on all workers, in order of rank; for small values. NotPlain on every worker,
     where one's value can't be sent."""
     mine, sizes = _everyones(over, value)
-    own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # as long as the longest
+    own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # rows as long as the longest head
     own[: sizes[over.rank].head + sizes[over.rank].payload] = torch.cat([_tensor(mine.head), *mine.payload])
     found = []
     for row, size in zip(_rows(over, own), sizes, strict=True):
         head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
-        # Copies: bytes in the middle of a row aren't aligned.
+        # Copies, as bytes within a row aren't aligned.
         found.append(unpack(Serialized(head, [part.clone() for part in rest.split(lengths(head))])))
     return found
 
@@ -105,15 +105,12 @@ def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], No
 
 def check_same_call(over: Transport, what: str) -> None:
     """Check that all workers are about to make the same collective call: a different one would be misread, or end the
-    process in the transport's own thread. Collective; one sum of two numbers.
-
-    Raises:
-        RuntimeError: on every worker, with its own call, where another worker makes a different call.
-    """
+    process in the transport's own thread. Collective; one sum of two numbers. RuntimeError: on every worker, with its
+    own call, where another worker makes a different call."""
     code = int.from_bytes(hashlib.sha256(what.encode()).digest()[:3], "big")
     sums = torch.tensor([code, code * code], device=_place(over))
     over.all_reduce(sums).wait()
-    # n sum c^2 > (sum c)^2 unless all are equal: nobody can take his own for everybody's.
+    # n sum c^2 > (sum c)^2 unless all are equal, so that each worker sees a difference.
     if sums.tolist() != [over.size * code, over.size * code * code]:
         raise RuntimeError(
             f"worker {over.rank} came to {what}, another worker to something else: let all workers make the same "
@@ -126,11 +123,7 @@ def reduce_alike(
 ) -> Tensor:
     """Call `reduce(tensor, group, op)` after a check that all workers reduce the same; without a check on a device, for
     which the host would wait, and in another group. Collective. `phase` returns text on what this worker does, its kind
-    first (steps may be counted differently).
-
-    Raises:
-        RuntimeError: on every worker, where one reduces something else.
-    """
+    first (steps may be counted differently). RuntimeError: on every worker, where one reduces something else."""
     if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and group is None and connected():
         kind = f"{op}, {tensor.dtype} {list(tensor.shape)}"
         check_same_call(everyone(), f"a reduction ({kind}; {phase().split()[0]})")
@@ -150,7 +143,7 @@ def _sent(over: Transport, tensor: Tensor, source: int) -> Tensor:
 
 
 def _place(over: Transport) -> torch.device:
-    return torch.device("cuda" if over.queued else "cpu")  # NCCL takes nothing from the host
+    return torch.device("cuda" if over.queued else "cpu")  # NCCL takes no tensors on the host
 
 
 def _empty(size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shares work on whole tensors out among devices: each tensor is changed on one device (Muon's matrices, say)."""
+"""Distributes work on whole tensors (Muon's matrices, say) over devices: each tensor is changed on its owner alone."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,7 +40,7 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
 def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Transport, turn: int) -> int:
     """Change tensors that all workers hold alike: each on its owner, whose codes all workers decode. Collective.
 
-    So the work is shared out, and replicas stay equal bit for bit; `Plain()` sends tensors exactly. A worker
+    The work is distributed, and replicas stay equal bit for bit; the codec `Plain()` sends tensors exactly. A worker
     sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average.
 
     Args:

@@ -34,7 +34,7 @@ class StagedCopy:
 
     inner: Pending
     host: Tensor  # pinned, of the same shape
-    device: Tensor | None  # None: of a send
+    device: Tensor | None  # None for a send
 
     def wait(self) -> None:
         self.inner.wait()
@@ -85,24 +85,24 @@ class Opened:
 
     def abandon(self) -> None:
         """Abandon the transports on this worker alone, also with messages in flight: a thread waits for their end."""
-        left = [one for one in self._transports if not one.queued]  # NCCL's stay: to end one waits for its kernels
-        groups = [one.group for one in left]  # the last references: gloo waits where a group is deleted
+        left = [one for one in self._transports if not one.queued]  # NCCL groups stay: ending one waits for its kernels
+        groups = [one.group for one in left]  # the last references: deleting a gloo group waits for its messages
         for one in left:
             one.close()
         self._transports = []
         lock = threading.Lock()
 
         def delete() -> None:
-            # A program that ends before, as most do, leaves the groups to the system. One that goes on shows it to a
-            # peer that waits for this worker only that much later.
+            # A program that ends sooner, as most do, leaves the groups to the system. In one that goes on, a peer that
+            # waits for this worker only notices so much later.
             time.sleep(GRACE)
             with lock:
                 groups.clear()
             atexit.unregister(end)
 
         def end() -> None:
-            # A thread that came back from gloo's C++ to an interpreter that ends would abort the process. Not let go of
-            # again: a deletion that hasn't begun stays where it is, and the system closes the connections.
+            # A thread that came back from gloo's C++ to an interpreter that ends would abort the process. References
+            # stay from then on: no further deletion begins, and the system closes the connections.
             lock.acquire(timeout=PATIENCE)
 
         atexit.register(end)

@@ -34,7 +34,7 @@ Group = Callable[[], Transport]  # makes a new group of the replicas of each par
 class Bond:
     """Connects one worker (a stage) to its replicas; the base class is for a worker without replicas."""
 
-    keeps: bool = False  # true where it has what no other has, and what it needs to go on exactly
+    keeps: bool = False  # true where a worker has state that no other has, and that exact resuming needs
 
     def gradients(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients that the optimizer gets, from this worker's own gradients. Collective."""
@@ -52,7 +52,7 @@ class Bond:
         none)."""
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
-        """Follow up an optimizer's update, also a skipped one; on all replicas equally often. Collective."""
+        """Hook after an optimizer's update, also a skipped one; called equally often on all replicas. Collective."""
 
     def settle(self) -> None:
         """Wait for messages in flight and apply them; values written since the last update stay."""
@@ -65,7 +65,7 @@ class Bond:
         return None
 
     def release(self) -> None:
-        """Give the parameters back as they were before `prepare`."""
+        """Restore the parameters' own storage, as before `prepare`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that exact resuming needs, as tensors and primitives."""
@@ -76,7 +76,7 @@ class Bond:
 
 
 class Replicas(ChoosesStrategy, ABC):
-    """Way in which a stage's replicas stay in step, for `replicas=`; constructing it starts nothing."""
+    """Base class of the ways to keep a stage's replicas together, for `replicas=`; constructing one starts nothing."""
 
     drifts: ClassVar[bool]  # true where the replicas' parameters may differ between steps
 
@@ -137,11 +137,11 @@ class _Replicated(Bond):
         if before and not same(before, self._trained):
             self._average.layouts.changed()
         self._average.enter()
-        # The hosts report to each other who used what: none reads what its device computes.
+        # The hosts exchange which parameters have gradients: no host waits for its device.
         sums = torch.empty(len(own) + 1, dtype=torch.int32)  # [flags, news]
         flags = flag(own, sums[:-1])
         sums[-1] = self._average.news()
-        pending = self._hosts.all_reduce(sums)  # with other numbers, sums would be of other lengths
+        pending = self._hosts.all_reduce(sums)  # unequal numbers of parameters would give sums of unequal lengths
         self._average.report(sums[-1], pending)
         return flags, pending
 
@@ -178,18 +178,18 @@ class _CompressedAveraging(_Replicated):
         super().__init__(*others)
         self._by, self._device = by, device
         self._check: Any = None
-        self._skipped = 0  # of the updates that `_check` has counted
+        self._skipped = 0  # skipped updates that `_check` has counted
         self._keys: dict[Tensor, int] = {}
 
     def prepare(self, optimizers: Sequence[Optimizer], module: nn.Module, layouts: MakeLayouts = unasked) -> None:
         super().prepare(optimizers, module, layouts)
-        # By its number in the stage, under which a file names it, whatever is trained by then.
+        # A parameter's key is its number in the stage, by which a file names it, whichever parameters are trained.
         self._keys = {parameter: number for number, parameter in enumerate(module.parameters())}
 
     def guard(self, check: Any, scaler: Any) -> None:
         self._check, self._skipped = check, check.skipped
         if scaler is not None or check.nonfinite == "skip":
-            self._by.guard(scale_of(scaler, self._device), scaled=False)  # a stage has taken the scale off
+            self._by.guard(scale_of(scaler, self._device), scaled=False)  # the stage's gradients are unscaled already
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"]]

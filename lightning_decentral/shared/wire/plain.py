@@ -71,7 +71,7 @@ SERIALIZERS: dict[type, Serializer] = {
     type(Path()): _PATH,
 }
 _KINDS = {kind.name: kind for kind in (*SERIALIZERS.values(), _SCALAR)}
-# What a call of `self.log` may name.
+# Values that a call of `self.log` may contain.
 _FUNCTIONS: dict[str, Any] = {f"torch.{n}": getattr(torch, n) for n in ("mean", "sum", "min", "max", "nansum")}
 _FUNCTIONS |= {n: getattr(builtins, n) for n in ("min", "max", "sum")}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
@@ -169,7 +169,7 @@ def _up(node: Any, payload: list[Tensor]) -> Any:
     if name == "function":
         return _FUNCTIONS[parts]
     first, second, last = parts
-    if name in ("tensor", "array"):  # its type, its shape, its place in the payload
+    if name in ("tensor", "array"):  # (type, shape, index in the payload)
         data = payload[last]
         return (data.view(_dtype(first)) if name == "tensor" else data.numpy().view(np.dtype(first))).reshape(second)
     kind = _own_class(first, second)

@@ -14,15 +14,15 @@ from torch import Tensor
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.pending import Pending, StagedCopy, Together, raise_lost
 
-STORES: Any = dist  # torch.distributed with what its types leave out
+STORES: Any = dist  # torch.distributed, untyped: its type stubs lack some names
 Disjoint = Sequence[Sequence[int]]
 
 
 class Message(NamedTuple):
     """One tensor to or from one peer; `tag` distinguishes the messages of one pair."""
 
-    peer: int  # its rank in the group
-    tensor: Tensor  # sent from, or received into
+    peer: int  # the peer's rank in the group
+    tensor: Tensor  # the tensor to send, or to receive into
     tag: int
 
 
@@ -48,13 +48,13 @@ class Work:
 class Transport(ABC):
     """Point-to-point and collective transfers over one process group, of complex numbers as pairs."""
 
-    queued: ClassVar[bool] = False  # true where a wait is the current stream's, not the host's
+    queued: ClassVar[bool] = False  # true where the current stream waits, not the host
 
     def __init__(self, group: Any) -> None:
         self.group = group  # registered or not; the global one is never used
         self.rank: int = group.rank()
         self.size: int = group.size()
-        # What errors name: numbers in the world. A world of threads is registered nowhere.
+        # Errors name workers by their global ranks. Groups between threads aren't registered.
         self._workers = list(STORES.distributed_c10d._world.pg_group_ranks.get(group, range(self.size)))
         self._own: int = self._workers[self.rank]
 
@@ -111,7 +111,7 @@ class GlooTransport(Transport):
         return [self._post(self.group.send, m) for m in sends], incoming
 
     def greet(self, timeout: timedelta) -> bool:
-        # Gloo takes any peer that sends a pair's number, a small integer, for the pair's other end; the true one waits.
+        # Gloo takes any program that sends a pair's number, a small integer, for that peer; the real peer then waits.
         greetings, options = torch.empty(self.size, dtype=torch.int64), dist.AllToAllOptions()
         options.timeout = timeout
         with suppress(RuntimeError):
@@ -123,7 +123,7 @@ class GlooTransport(Transport):
         peer = f"neighbour {self._workers[message.peer]}"
         try:
             return Work(start([message.tensor], message.peer, message.tag), peer, self._own)
-        except RuntimeError as error:  # a broken connection may show here already
+        except RuntimeError as error:  # a broken connection may raise here already
             raise_lost(error, peer, self._own)
             raise
 
@@ -202,11 +202,8 @@ def _root(options: Any, rank: int) -> Any:
 
 
 def transport(group: Any, device: torch.device) -> Transport:
-    """Return the transport of `group` for tensors on `device`.
-
-    Raises:
-        ValueError: the group's backend is neither gloo nor NCCL, or its NCCL can't send and receive at once.
-    """
+    """Return the transport of `group` for tensors on `device`. ValueError: the group's backend is neither gloo nor
+    NCCL, or its NCCL can't send and receive at once."""
     if (name := group.name()) == "nccl":
         if not group._get_backend(torch.device("cuda")).supports_coalescing:  # all would receive before they send
             one_by_one = "NCCL does a round's sends and receives one by one here, and workers would wait for each other"
@@ -215,6 +212,13 @@ def transport(group: Any, device: torch.device) -> Transport:
     if name != "gloo":
         raise ValueError(f"workers communicate by gloo or nccl, got {name}: set process_group_backend to one of them")
     return GlooTransport(group) if device.type == "cpu" else StagedTransport(GlooTransport(group))
+
+
+def of_all(make: Callable[[Disjoint | None], Transport | None]) -> Transport:
+    """Make a new group of all workers, by `Wire.group` or `Wire.hosts`. Collective."""
+    made = make(None)
+    assert made is not None
+    return made
 
 
 @contextmanager
@@ -231,9 +235,9 @@ def world(timeout: timedelta) -> Iterator[None]:
 class Wire:
     """Process groups of one worker, as transports."""
 
-    world: Transport  # means over all workers
-    flags: Transport  # few numbers that are agreed on between the rounds; CPU tensors
-    roll: Transport  # the roll call at the end of an epoch; CPU tensors
+    world: Transport  # transport of means over all workers
+    flags: Transport  # for a few numbers exchanged between rounds; CPU tensors
+    roll: Transport  # for the roll call at the end of an epoch; CPU tensors
     store: Any  # the key-value store of the group
     group: Callable[[Disjoint | None], Transport | None]
     """Make new groups, which share no worker (None: one group of all), and return this worker's, or None without one.
@@ -242,7 +246,7 @@ class Wire:
     close: Callable[[], None]
     """Close the groups, their threads and connections. On every worker, with no message in flight."""
     abandon: Callable[[], None]
-    """Close the groups on this worker alone, also with messages in flight. NCCL's stay until the process ends."""
+    """Close the groups on this worker alone, also with messages in flight. NCCL groups stay until the process ends."""
 
 
 def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta | None) -> Any:
@@ -252,10 +256,10 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
         whole = STORES.group.WORLD
         over = whole._get_backend(whole.bound_device_id) if groups and whole.bound_device_id else None
         if over and over.name() != "nccl":
-            whole.bound_device_id = None  # gloo claims that it splits, so torch would ask it as NCCL, and fail
+            whole.bound_device_id = None  # gloo claims to support splits, so torch would try one, and fail
         elif over and backend in (None, "nccl") and over.supports_splitting:
-            return STORES.split_group(None, each, timeout)  # NCCL would split once for each
-        made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # asks nothing of those outside
+            return STORES.split_group(None, each, timeout)  # NCCL would split for each
+        made = [dist.new_group(ranks, timeout, backend) for ranks in each]  # outsiders needn't take part
     except RuntimeError as error:
         raise_lost(error, "the others", dist.get_rank())
         raise
@@ -265,7 +269,7 @@ def new_group(groups: Disjoint | None, backend: str | None, timeout: timedelta |
 def own_connection(name: str) -> Any:
     """Return a connection to the key-value store with its own keys, for one thread: if it blocks, no other does."""
     store = STORES.distributed_c10d._get_default_store()
-    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # an older torch has one
+    return STORES.PrefixStore(name, store.clone() if hasattr(store, "clone") else store)  # an older torch can't
 
 
 def abort_nccl() -> None:
@@ -286,4 +290,4 @@ def connected() -> bool:
 
 def everyone() -> Transport:
     """Return the transport of the default process group, for use before this package's groups exist."""
-    return transport(dist.group.WORLD, torch.device("cpu"))  # what is sent is on the host, or where NCCL wants it
+    return transport(dist.group.WORLD, torch.device("cpu"))  # tensors on the host, or on the device for NCCL

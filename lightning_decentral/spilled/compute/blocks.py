@@ -153,7 +153,7 @@ def versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def refuse_written(
     where: str, copies: Mapping[str, Tensor], before: Mapping[str, int], hosts: Mapping[str, Tensor]
 ) -> None:
-    """ValueError if an operation wrote to a copy: its version has changed, or it differs from the parameter in `hosts`.
+    """Raise ValueError if an operation wrote to a copy: its version changed, or it differs from the one in `hosts`.
 
     Writing through `.data` changes no version.
     """

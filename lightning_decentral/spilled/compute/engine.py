@@ -30,12 +30,6 @@ Announce = Callable[[str, ShardPlan], None]
 class Engine:
     """Replaces the calls of a module's blocks by offloaded ones, until `detach`.
 
-    Args:
-        budget_bytes: total memory budget on the device.
-        blocks: "auto", or names of modules.
-        resident: names of modules and parameters whose copies stay on the device during a whole step.
-        announce: called with every plan and the kind of its step.
-
     Raises:
         ValueError: see `blocks.find`; also for a block that is compiled, or larger than the budget.
     """
@@ -44,18 +38,18 @@ class Engine:
         self,
         module: nn.Module,
         device: OffloadDevice,
-        budget_bytes: int,
+        budget_bytes: int,  # total memory budget on the device
         *,
-        blocks: str | Sequence[str] = "auto",
-        resident: Sequence[str] = (),
-        announce: Announce = lambda kind, plan: None,
+        blocks: str | Sequence[str] = "auto",  # "auto", or names of modules
+        resident: Sequence[str] = (),  # modules and parameters whose copies stay on the device during a whole step
+        announce: Announce = lambda kind, plan: None,  # called with every plan and the kind of its step
     ) -> None:
         self.device = device
-        self.plans: dict[str, ShardPlan] = {}  # by the kind of step
+        self.plans: dict[str, ShardPlan] = {}  # plans by kind of step
         self._module, self._budget_bytes, self._announce = module, budget_bytes, announce
         self._wished = blocks, resident
         self._spilling: list[Spilling] = []
-        self._first: dict[str, Footprint] = {}  # of kinds of steps that were measured once, but not yet timed
+        self._first: dict[str, Footprint] = {}  # by kind: first measurements, not yet timed
         self._kind = ""
         self._arrange(places(module))
 
@@ -162,7 +156,7 @@ class Engine:
         if first is None:
             plan(footprint, self._budget_bytes)  # raises at once if nothing fits
             self._first[self._kind] = footprint
-        elif both := joined(first, footprint):  # else the next step counts as a first one
+        elif both := joined(first, footprint):  # otherwise the next step counts as the first one
             self.plans[self._kind] = plan(both, self._budget_bytes)
             self._announce(self._kind, self.plans[self._kind])
 

@@ -21,27 +21,20 @@ Shard = tuple[int, ...]
 
 
 class Loader:
-    """Loads copies of parameters to a device, shard by shard.
-
-    Attributes:
-        hosts: the parameters themselves, by name.
-        runs: calls whose backward is still to come, the next one last.
-        log: of the step, while the step is measured.
-        in_step: whether a step's forward or backward runs.
-    """
+    """Loads copies of parameters to a device, shard by shard."""
 
     def __init__(self, device: OffloadDevice, blocks: Sequence[Sequence[str]]) -> None:
         self.device = device
-        self.hosts: dict[str, Tensor] = {}
-        self.runs: list[spill.Run] = []
-        self.log: Log | None = None
-        self.in_step = False
+        self.hosts: dict[str, Tensor] = {}  # the parameters themselves, by name
+        self.runs: list[spill.Run] = []  # calls whose backward is still to come, the next one last
+        self.log: Log | None = None  # of the step, while it is measured
+        self.in_step = False  # whether a step's forward or backward runs
         self._blocks = blocks  # the names of each block's parameters
         self._plan: ShardPlan | None = None  # without a plan every block is a shard, and none is loaded ahead
         self._next = 0  # the first of the plan's visits that may be loaded
         self._present: dict[str, Copies] = {}
-        self._leaving: list[Copies] = []  # sent in this visit
-        self._left: list[Copies] = []  # sent in the visit before
+        self._leaving: list[Copies] = []  # copies sent in this visit
+        self._left: list[Copies] = []  # copies sent in the previous visit
 
     @property
     def checks(self) -> bool:
@@ -80,7 +73,7 @@ class Loader:
         copies = {name: self._present[name].ready()[0] for name in self._blocks[block]}
         if self.log is not None:
             self.log.open(block, run is not None, self._bytes(self._present), came_bytes)
-        self._load(coming)  # after what this visit waits for: one stream copies both
+        self._load(coming)  # after the loads that this visit waits for: one stream copies both
         if run is not None:
             if run in self.runs:
                 self.runs.remove(run)
@@ -110,14 +103,14 @@ class Loader:
         return leaving
 
     def _land(self, everything: bool) -> None:
-        # What was sent two visits ago: its copies overlapped with the visit between.
+        # Copies sent two visits ago: they overlapped with the visit between.
         due = [*self._left, *(self._leaving if everything else [])]
         self._left, self._leaving = [] if everything else self._leaving, []
         for leaving in due:
             leaving.land()
 
     def _load(self, shard: Shard) -> int:
-        """Start to copy what isn't on the device; return its bytes."""
+        """Start to copy the shard's parameters that aren't on the device; return their bytes."""
         missing = [name for name in self._names(shard) if name not in self._present]
         for name in missing:
             self._present[name] = self.device.fetch([self.hosts[name]])
@@ -149,7 +142,7 @@ class Log:
         self._load_bytes, self._load_seconds = 0, 0.0
         self._open: Visit | None = None  # the visit that hasn't ended
         self._began = self._closed = 0.0
-        self._loaded_bytes = self._before_bytes = 0  # when the visit began: of parameters, and of everything
+        self._loaded_bytes = self._before_bytes = 0  # bytes when the visit began: of parameters, and of all tensors
         device.forget_peak()
 
     def close(self) -> None:
@@ -167,7 +160,7 @@ class Log:
         """Record that a visit begins, with the bytes of parameters on the device, and of those just loaded."""
         self._began = self._device.now()
         self._load_bytes += came_bytes  # over all visits: the bandwidth of the link is one number
-        # Since `close`, only loads were waited for.
+        # Since `close`, the device has only waited for loads.
         self._load_seconds += self._began - self._closed if came_bytes else 0.0
         self._device.forget_peak()
         self._loaded_bytes, self._before_bytes = loaded_bytes, self._device.present_bytes()

@@ -80,7 +80,7 @@ class Moment:
         self._buffers = [(part, name, b, b.clone()) for part, name, b in held if b is not None]
 
     def seal(self) -> None:
-        """Keep the former values only of what the call changed."""
+        """Keep former values only of the buffers and attributes that the call changed."""
         # Values are compared, as some operations don't count versions; a device is asked once for all of them.
         rows = [r for r in self._buffers if r[0]._buffers[r[1]] is r[2] and r[2].shape == r[3].shape]
         same = torch.stack([(r[2] == r[3]).all() for r in rows]).tolist() if rows else []
@@ -107,12 +107,8 @@ class Moment:
 
 
 class Taken:
-    """Nested values split into their structure and their distinct tensors, in order.
-
-    Attributes:
-        tensors: the distinct tensors, until they are dropped.
-        others: the values that aren't tensors.
-    """
+    """Nested values split into their structure, their distinct `tensors`, in order, until they are dropped, and
+    `others`, which aren't tensors."""
 
     def __init__(self, values: Any) -> None:
         leaves, self._form = tree_flatten(values)

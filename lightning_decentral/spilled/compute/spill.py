@@ -32,7 +32,7 @@ from lightning_decentral.spilled.compute.recompute import (
 from lightning_decentral.spilled.compute.transfer import Copies
 
 TOLERANCE = 1e-3
-PLAIN = (bool, int, float, str, type(None))  # what a block may return in addition to tensors
+PLAIN = (bool, int, float, str, type(None))  # types that a block may return in addition to tensors
 
 
 @dataclass(frozen=True)

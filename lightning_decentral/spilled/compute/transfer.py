@@ -21,12 +21,7 @@ DEVICE, HOST = "device", "host"
 
 
 class Ledger:
-    """Ledger of live storages: where each is, and its bytes.
-
-    Attributes:
-        present_bytes: on the device now.
-        peak_bytes: the maximum since `forget_peak`.
-    """
+    """Ledger of live storages: where each is, and its bytes; those on the device now, and most since `forget_peak`."""
 
     def __init__(self) -> None:
         self.present_bytes = self.peak_bytes = 0
@@ -61,12 +56,8 @@ class Ledger:
 
 
 class Counting(TorchDispatchMode):
-    """Mode that records the results of operations in a ledger.
-
-    Args:
-        absent: names of parameters by the storage of their stand-ins, while they aren't on the device: computing with
-            one is an error.
-    """
+    """Mode that records the results of operations in a ledger. `absent`: names of parameters by the storage of their
+    stand-ins, while they aren't on the device: computing with one is an error."""
 
     def __init__(self, ledger: Ledger, absent: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,11 +86,7 @@ def _counted(leaf: Any) -> bool:
 
 
 class Copies:
-    """Copies on their way to the device, or to the host.
-
-    Args:
-        held: the tensors that they are made from, until the copies are done.
-    """
+    """Copies on their way to the device, or to the host, and what they are made from, held until they are done."""
 
     def __init__(self, copies: list[Tensor], event: cuda.Event | None = None, held: Sequence[Tensor] = ()) -> None:
         self._copies, self._event = copies, event
@@ -133,7 +120,7 @@ class OffloadDevice:
 
     Attributes:
         place: the torch device.
-        ledger: of bytes, if no allocator counts them.
+        ledger: counts bytes, where no allocator counts them.
         overlaps: whether the device copies while it computes.
     """
 
@@ -227,7 +214,7 @@ class Cuda(OffloadDevice):
         return Copies(copies, self._in.record_event())
 
     def send(self, tensors: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> Copies:
-        self._out.wait_stream(cuda.current_stream(self.place))  # after what makes them
+        self._out.wait_stream(cuda.current_stream(self.place))  # after the work that computes the sources
         with cuda.on(self._out), torch.no_grad():
             copies = [
                 cuda.host_like(other, self.place, tensor.dtype).copy_(tensor, non_blocking=True)

@@ -31,7 +31,7 @@ class Update(ABC):
     """Policy for where the optimizer's update runs: on the host or on the device."""
 
     def refuse(self, optimizer: Optimizer) -> None:  # noqa: B027  # a host takes every optimizer
-        """ValueError for an optimizer that can't run there."""
+        """Raise ValueError for an optimizer that can't run there."""
 
     @abstractmethod
     def begin(self, device: OffloadDevice, budget_bytes: int) -> Updating:
@@ -74,8 +74,8 @@ class StreamedUpdate:
 
     @contextmanager
     def around(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context manager in which `optimizer.step` brings what it updates to the device. ValueError: a parameter whose
-        update is larger than the budget, or an optimizer that updates one with what it knows of others.
+        """Context manager in which `optimizer.step` brings the tensors that it updates to the device. ValueError: a
+        parameter whose update exceeds the budget, or an optimizer that updates a parameter by the values of others.
         """
         own = vars(optimizer).get("step")  # a scheduler's step, which counts
         plain = optimizer.step
@@ -213,7 +213,7 @@ def _too_small(parameter: Tensor, needed_bytes: int, budget_bytes: int, named: M
 
 
 def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[Tensor]) -> None:
-    """ValueError if the two smallest parameters are updated differently alone than together."""
+    """Raise ValueError if the two smallest parameters are updated differently alone than together."""
     two = sorted(parameters, key=torch.Tensor.numel)[:2]
     together, separately = (_tried(optimizer, step, visits) for visits in ([two], [[one] for one in two]))
     if not all(map(torch.equal, together, separately)):

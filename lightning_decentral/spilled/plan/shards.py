@@ -36,12 +36,12 @@ class Visit:
 
     block: int  # its index among the blocks
     backward: bool  # whether it computes the forward again and then the backward
-    seconds: float  # without waiting for any load
+    seconds: float  # seconds without waits for loads
     other_bytes: int  # maximum on the device in addition to loaded parameters: activations, gradients, resident tensors
-    sent_bytes: int = 0  # on their way to the host when the next visit begins
-    awaited_bytes: int = 0  # of inputs that are loaded from the host during the visit before
+    sent_bytes: int = 0  # bytes still being copied to the host when the next visit begins
+    awaited_bytes: int = 0  # bytes of inputs that are loaded from the host during the previous visit
     again_seconds: float = 0.0  # part of `seconds`: the forward's second run
-    saved_bytes: int = 0  # saved by the second run for the backward
+    saved_bytes: int = 0  # bytes that the second run saves for the backward
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Footprint:
 
     blocks: tuple[BlockFootprint, ...]
     visits: tuple[Visit, ...]
-    opening_bytes: int  # on the device before the first visit
-    bytes_per_second: float  # of the link between host and device
+    opening_bytes: int  # bytes on the device before the first visit
+    bytes_per_second: float  # bandwidth of the link between host and device
     overlaps: bool = True  # whether the device computes while parameters are loaded
 
     @property
@@ -196,7 +196,7 @@ def _packed(footprint: Footprint, cap_bytes: int) -> Shards:
 
 
 def _refuse(finest: ShardPlan, budget_bytes: int) -> None:
-    """ValueError if blocks that are loaded alone need more than the budget."""
+    """Raise ValueError if blocks that are loaded alone need more than the budget."""
     footprint, least = finest.footprint, finest.peak_bytes
     if least <= budget_bytes:
         return

@@ -110,7 +110,7 @@ class Arbiter:
         return self.members[name]
 
     def refuse_wider(self, name: str, width: int) -> None:
-        """ValueError if a member asks for more devices than the sweep has."""
+        """Raise ValueError if a member asks for more devices than the sweep has."""
         if width > len(self.devices):
             raise ValueError(
                 f"member {name} asks for trainer.devices={width}, but the sweep has only "

@@ -201,7 +201,7 @@ def remaining_seconds(queue: Queue) -> list[float]:
 
 
 def refuse_one_name_for_two(names: Sequence[str]) -> None:
-    """ValueError if two jobs have the same name."""
+    """Raise ValueError if two jobs have the same name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two jobs are called {twice!r}: give each its own name")

@@ -20,7 +20,7 @@ from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
 from lightning_decentral.planner.rehearsal.excess_loss import Drift, correlation, grown, probed
 from lightning_decentral.planner.rehearsal.jobs import Foreknowledge, RehearsalJob
 from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings
-from lightning_decentral.planner.rehearsal.search import Early, SearchCourse, search
+from lightning_decentral.planner.rehearsal.search import SearchCourse, search
 
 SIZE, WORKERS, NOISE = 3000, 4, 0.5
 RATE = 0.001
@@ -52,8 +52,10 @@ def evaluation() -> HeldOutEvaluation:
     return HeldOutEvaluation(Bowl(), [torch.zeros(SIZE)])
 
 
-def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100) -> Early:
-    """Of the one of two alike crews that is left behind."""
+def trained(
+    strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, steps: int = 100
+) -> tuple[float, Drift]:
+    """Excess and drift of the one of two alike crews that is left behind."""
     course = SearchCourse(steps, -1.0, evaluation(), lambda: None, probes=True)
 
     def make(times: float) -> Crew:
@@ -61,9 +63,11 @@ def trained(strategy: GossipStrategy, momentum: float = 0.0, rate: float = 1.0, 
 
     found = search(make, [rate, rate], course)
     assert found.early is not None
-    assert {*found.learning_rates, found.early.learning_rate} == {RATE * rate}
+    excess, drift = found.early
+    assert drift is not None
+    assert {*found.learning_rates, drift.learning_rate} == {RATE * rate}
     assert len(found.learning_rates) == steps
-    return found.early
+    return excess, drift
 
 
 def drift(**changed: float) -> Drift:
@@ -116,7 +120,7 @@ def test_local_steps_add_up() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_probe_finds_noise_memory_and_curvature(momentum: float) -> None:
-    found = trained(GossipStrategy(topology=Ring()), momentum).drift
+    found = trained(GossipStrategy(topology=Ring()), momentum)[1]
     assert found is not None
     assert found.variance == pytest.approx(RATE**2 * NOISE**2 * SIZE / (1 - momentum**2), rel=0.1)
     assert found.correlation == pytest.approx(momentum, abs=0.1)
@@ -128,10 +132,10 @@ def test_a_probe_finds_noise_memory_and_curvature(momentum: float) -> None:
 def test_what_comes_is_foretold(momentum: float) -> None:
     """1/2 tr(H C), and a method's rehearsal by another one's probe, at another learning rate."""
     first, other = GossipStrategy(topology=Ring()), GossipStrategy(topology=Ring(), delay=0)
-    known = trained(first, momentum).drift
+    known = trained(first, momentum)[1]
     assert known is not None
-    assert known.excess(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum).excess, rel=0.15)
-    assert known.excess(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5).excess, rel=0.15)
+    assert known.excess(first, WORKERS, 1, RATE) == pytest.approx(trained(first, momentum)[0], rel=0.15)
+    assert known.excess(other, WORKERS, 1, 0.5 * RATE) == pytest.approx(trained(other, momentum, 0.5)[0], rel=0.15)
     if not momentum:
         values = np.sort(np.linalg.eigvalsh(mixing_matrix(Ring(), WORKERS, 0)))[:-1]
         exact = 0.5 * float(CURVATURES.sum()) * RATE**2 * NOISE**2 * (1 / (1 - values**2)).sum() / WORKERS

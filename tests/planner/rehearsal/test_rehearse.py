@@ -285,9 +285,7 @@ def test_without_a_network_or_with_nothing_rehearsed_there_is_one_error(tmp_path
     assert "nothing was measured between nodes" in str(before.value)
     with pytest.raises(ValueError, match="nothing was measured between nodes"):
         rehearse(Line(), loader(), workers=[2], target=0.0, validation=loader(8), profile=Profile(model(), ()))
-    with pytest.raises(
-        SystemExit, match=r"--bandwidth 1gbit needs --profile, .* `lightning-decentral profile recipe=vit`"
-    ):
+    with pytest.raises(SystemExit, match=r"--bandwidth needs --profile, .* `lightning-decentral profile recipe=vit`"):
         cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9", "--bandwidth", "1gbit"])
 
 

@@ -216,7 +216,7 @@ class ElasticExchange(Exchange[PeerMessage]):
     worker: Endpoint
     codec: Codec = Plain()  # noqa: RUF009 - frozen and stateless, as a link's ends share no history
     pool: Pool = field(default_factory=Pool)
-    order: Asynchronous | None = None  # asynchronous rounds; None: a round waits for the live members of its view
+    order: Asynchronous | None = None  # for asynchronous rounds; None: a round waits for the live members of its view
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:

@@ -190,11 +190,11 @@ class StagesHolding(PartHolding):
         sizes = [(stage, *size) for stage, row in enumerate(rows) if stage for size in row]
         others: list[Bucket] = [StageBucket(self._over, *size) for size in sizes if self._member.leads]
         for bucket in others if self._member.leads else own:
-            bucket.adopt()  # a rule may keep its first values
+            bucket.adopt()  # a rule may keep the initial values
         return [*own, *others]
 
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Any]) -> None:
-        # The rule's state is of the first stage's buckets; other stages keep none.
+        # The rule keeps its state for the first stage's buckets alone.
         super().restore(mixers, rule if self._member.leads else None, optimizers)
 
     def mean_of(self, tensors: Sequence[Tensor], of_wholes: Mean) -> list[Tensor]:

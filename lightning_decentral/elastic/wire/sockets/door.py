@@ -47,8 +47,8 @@ class Once:
 
 
 class Door:
-    """Listens on a thread at the address at which others reach this machine, serves guests by what they want, and
-    prints a line by `say` about each refused guest."""
+    """Listens on a thread at the address at which others reach this machine, serves each guest by the service that its
+    greeting names, and prints a line by `say` about each refused one."""
 
     def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
         self._serve, self._say = serve, Once(say)
@@ -59,12 +59,14 @@ class Door:
         self._waiting = dict[asyncio.Task[None], None]()  # guests that haven't greeted, the oldest first
         self._loop = asyncio.new_event_loop()  # one thread reads all greetings
         self._loop.add_reader(self._listening, self._accept)
-        threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and close all connections."""
+        """Stop listening and close all connections. A guest that comes afterwards is refused by the system."""
         with suppress(RuntimeError):  # it is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()  # else a guest could still be let in, whose messages nobody would read
         for connection in list(self._open):
             shut(connection)
 
@@ -81,7 +83,7 @@ class Door:
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            return  # it has gone meanwhile
+            return  # the guest has gone meanwhile
         except OSError as error:
             self._say("full", f"no connection can be accepted ({error}): raise `ulimit -n`; trying again")
             for greeting in self._waiting:

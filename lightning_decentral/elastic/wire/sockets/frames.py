@@ -28,7 +28,7 @@ from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unp
 
 LENGTH_BYTES = 4
 LARGEST_BYTES = 1 << 20  # bytes of a frame at most: a message to 1000 members has 100 KB
-GREETING_BYTES = 1 << 10  # bytes of a greeting at most: of a stranger no more is read
+GREETING_BYTES = 1 << 10  # bytes of a greeting at most: no more is read from an unknown program
 GROWTH_BYTES = 1 << 20  # bytes allocated at once; doubled each time they have arrived
 MOST_BYTES = 1 << 40  # bytes of one tensor at most
 PIECE_BYTES = 256 * 2**10  # small, so that other messages on a slow link get their turn
@@ -212,7 +212,7 @@ def own_address(lobby: str) -> str:
     """Return this machine's address towards the lobby. ValueError if the lobby's address isn't valid."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(address(lobby))  # UDP: it sends nothing, and asks the routes alone
+            probe.connect(address(lobby))  # connecting UDP sends nothing, and only looks up the route
         except OSError as error:
             raise ValueError(f"lobby={lobby!r} can't be reached from here ({error}): give HOST:PORT") from None
         return str(probe.getsockname()[0])

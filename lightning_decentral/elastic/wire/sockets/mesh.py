@@ -242,7 +242,7 @@ class Line(threading.Thread):
                 self.put(None)
 
     def _excuse(self, lost: Slot) -> None:
-        """Connect again if no queued message will: the member may wait for the lost one, and sends nothing itself."""
+        """Connect again if no queued message does: the member may wait for the lost one, and sends nothing itself."""
         while self.connection is None and self._queue.empty():
             try:
                 self._connect((lost.round, lost.slot + 1))

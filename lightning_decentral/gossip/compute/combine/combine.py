@@ -157,7 +157,7 @@ class Combine(Rule):
         """Default recovery: under a rule with a state no worker can be healed or leave. A state that begins anew on one
         worker may break a sum over all workers."""
         try:
-            kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))  # one element stands for all
+            kept = tuple(self.init(torch.zeros(1, dtype=torch.float32)))  # one element is enough for the names
         except (IndexError, RuntimeError, ValueError):  # a rule with a state that needs more than one element
             kept = ("a state",)
         incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
@@ -166,9 +166,9 @@ class Combine(Rule):
     def _begin_anew(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """x <- parameters of a mixture of sound messages; the state is initialized from x, except lasting states."""
         x.copy_(self.values(mixed))  # (elements,)
-        lasting = {name: state[name] for name in self.recovery.lasting}  # as parts of a sum, which no neighbour has
+        lasting = {name: state[name] for name in self.recovery.lasting}  # parts of a sum, which no neighbour has
         state.clear()
-        state |= self.init(x) | lasting  # what lasts wins over the fresh
+        state |= self.init(x) | lasting  # lasting states replace the new ones
 
     def check(self, topology: Topology, size: int, weights: Weights, delay: int) -> None:
         check(topology, size, weights)
@@ -182,11 +182,11 @@ class Combine(Rule):
         return
 
     def message(self, x: Tensor, state: State) -> Tensor:
-        """Return the tensor to send, which may be x itself: the mixer copies at once."""
-        return x.detach()  # (elements,), and so is what was sent and mixed
+        """Return the tensor to send, which may be x itself: the mixer copies it at once."""
+        return x.detach()  # (elements,), as are `sent` and `mixed`
 
     def encoded(self, x: Tensor, state: State) -> None:
-        """Prepare for the message of x to be encoded, so that the decoded message may differ from x."""
+        """Prepare the state for a message that a codec encodes, so that the decoded message may differ from x."""
         return
 
     def values(self, message: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def refuse_lossy(codec: Codec, rule: Rule) -> None:
         )
 
 
-MOST_LENGTHENED = 1.5  # Largest lr / (1 - momentum); measured: with 1/64 of the elements sent 1.5 contracts, 2 doesn't.
+MOST_LENGTHENED = 1.5  # Largest lr / (1 - momentum); measured: with 1/64 of the elements sent 1.5 is stable, 2 isn't.
 
 
 def refuse_overshoot(codec: Codec, rule: Rule) -> None:

@@ -132,14 +132,14 @@ class GradientTracking(RatedRule):
 
     def _stand_in(self, other: Tensor) -> Tensor:
         x, v = other.tensor_split(2, dim=-1)  # (elements,) each
-        return torch.cat((x, torch.zeros_like(v)), dim=-1)  # its v counts as 0, on both ends
+        return torch.cat((x, torch.zeros_like(v)), dim=-1)  # v counts as 0, on both ends of a link
 
     def _refused(self, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         _, tracked = (mixed - sent).tensor_split(2, dim=-1)
         state["exchanged"].add_(tracked, alpha=at(self.rate, turn))
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
-        correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)  # of x, of v
+        correction, tracked = mixed.sub_(sent).mul_(at(self.rate, turn)).tensor_split(2, dim=-1)  # of x and of v
         x.add_(correction)
         # `last` gets the correction, too: it is no update.
         state["last"].add_(correction)
@@ -213,7 +213,7 @@ class QuasiGlobalMomentum(RatedRule):
         before = state["learning_rate"]
         # On the device, so that the host doesn't wait.
         state["momentum"].mul_((eta / before.clamp(min=1e-300)).clamp(max=1).to(state["momentum"].dtype))
-        before.fill_(eta)  # eta of the step before the next
+        before.fill_(eta)  # eta of this step, read in the next
 
     def apply(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         correction = mixed.sub_(sent).mul_(at(self.rate, turn))

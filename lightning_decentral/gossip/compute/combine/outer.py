@@ -48,9 +48,8 @@ class Outer(Combine):
     anchor_j): the sources' mean displacement, and a pull towards the sources. The topology sets the number of local
     steps: over `Every(H, RandomMatching())` this rule is NoLoCo (with gamma = beta = lr, as in its published code).
     Overlapped, x keeps the updates made while a message was in flight. A worker without a partner takes no outer step.
-
-    The mean of the anchors is validated and saved. Updates since the last round are not in that mean, so end a
-    training with a round.
+    The mean of the anchors is validated and saved. It lacks the updates since the last round, so end a training with a
+    round.
 
     State: anchor and m, two copies of the parameters; with a codec that rounds a third copy while a message is in
     flight: x when sent. Then mixed + (x - sent) replaces mixed and x replaces sent, so that the codec's rounding

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`, cut along blocks and tokens: their anatomy, and a trial that admits them.
+"""Causal language models of `transformers`, cut along blocks and tokens: where their parts are, and a trial of the cut.
 
-Public: nothing but what `trial.adapted` and `trial.judged` tell; all else serves the strategy.
+Public: `trial.adapted` and `trial.judged`; all else serves the strategy.
 """

@@ -1,6 +1,6 @@
 """Anatomy of a causal language model: the places of its parts, found by watching one forward of a small copy.
 
-    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [what is done to logits, the loss]
+    [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [operations on logits, the loss]
 
 The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
 belong to the first stage; those called after the last block to the last stage.
@@ -22,42 +22,25 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 
 @dataclass(frozen=True)
 class Router:
-    """Router of experts in a block, whose logits the model's own loss uses (`output_router_logits`).
+    """Router of experts in a block, whose logits the model's own loss uses (`output_router_logits`)."""
 
-    Args:
-        kind: name of its class: blocks without experts may have another module at its path.
-        index: position of the logits in its result; None: the result is the logits.
-        width: the configuration's name for the number of experts.
-    """
-
-    kind: str
-    index: int | None
-    width: str
+    kind: str  # name of its class: blocks without experts may have another module at its path
+    index: int | None  # position of the logits in its result; None: the result is the logits
+    width: str  # the configuration's name for the number of experts
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Paths of the parts of a causal language model.
+    """Paths of the parts of a causal language model."""
 
-    Args:
-        blocks: path of their list.
-        head: path of the map to logits.
-        before: paths of modules with parameters that are called before the first block.
-        after: paths of those called after the last block, including the head.
-        returned: what a block returns in addition to the hidden state; None: it returns the hidden state alone.
-        routers: by their path within a block.
-        output: class of the result of the module that has the blocks.
-        remembering: whether every block keeps keys and values.
-    """
-
-    blocks: str
-    head: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    returned: int | None
-    routers: Mapping[str, Router]
-    output: type
-    remembering: bool
+    blocks: str  # path of their list
+    head: str  # path of the map to logits
+    before: tuple[str, ...]  # paths of modules with parameters that are called before the first block
+    after: tuple[str, ...]  # paths of those called after the last block, including the head
+    returned: int | None  # what a block returns besides the hidden state; None: it returns the hidden state alone
+    routers: Mapping[str, Router]  # by their path within a block
+    output: type  # class of the result of the module that has the blocks
+    remembering: bool  # whether every block keeps keys and values
 
     @property
     def inner(self) -> str:
@@ -66,11 +49,8 @@ class Anatomy:
 
 
 def dissect(module: Any, run: Callable[[KVCache], Any], length: int) -> Anatomy:
-    """Find the parts of a model: `run` runs one forward of `length` tokens and returns its output.
-
-    Raises:
-        Unfit: the model doesn't consist of blocks in one list.
-    """
+    """Find the parts of a model: `run` runs one forward of `length` tokens and returns its output. Unfit: the model
+    doesn't consist of blocks in one list."""
     blocks, to_logits = _blocks(module), module.get_output_embeddings()
     head = next((name for name, part in module.named_modules() if part is to_logits), None)
     if head is None:
@@ -149,12 +129,8 @@ def _routers(module: Any, layers: list[str], results: Mapping[str, Any], output:
 def routing_seen(
     routers: Sequence[Sequence[tuple[nn.Module, Router]]], place: StagePlace, name: str
 ) -> Iterator[dict[int, Tensor]]:
-    """Yield the logits that this stage's routers compute in this context, by their number.
-
-    Args:
-        routers: for each block.
-        name: of the model's class.
-    """
+    """Yield the logits that this stage's routers compute in this context, by their number. `routers`: for each block.
+    `name`: of the model's class."""
     seen: dict[int, Tensor] = {}
     numbered = list(enumerate((i, *found) for i, row in enumerate(routers) for found in row))
     own = [row for row in numbered if place.first_block <= row[1][0] < place.stop_block]

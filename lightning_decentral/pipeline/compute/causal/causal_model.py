@@ -122,7 +122,7 @@ class CausalModel(Pipelined):
         return call
 
     def _refuse_untrue(self, call: Call) -> None:
-        """ValueError for a kind of call that gives other results in slices than as a whole."""
+        """Raise ValueError for a kind of call that gives other results in slices than as a whole."""
         mask = call.attention_mask
         asked = {
             RIGHT: lambda: mask is not None and not bool(mask.all()),
@@ -151,7 +151,7 @@ class CausalModel(Pipelined):
     def forward(
         self, place: StagePlace, call: Call, hidden: Tensor | None, memory: KVCache, start: int, stop: int
     ) -> Tensor:
-        """Return [batch, tokens, width], or on the last stage [batch, tokens, vocabulary]; routers' logits follow."""
+        """Return hidden states or, on the last stage, logits: [batch, tokens, width]; routers' logits follow."""
         widths, routed = self._widths(call), list[Tensor]()
         if hidden is not None:
             hidden, *routed = hidden.split([self._config.hidden_size, *widths], dim=-1)
@@ -162,7 +162,7 @@ class CausalModel(Pipelined):
         begin = {"input_ids": call.inputs[:, start:stop]} if hidden is None else {"inputs_embeds": hidden.detach()}
         mask, positions, documents = call.attention_mask, call.position_ids, call.documents
         given = {
-            "attention_mask": None if mask is None else mask[:, :stop],  # of the keys: the context's, too
+            "attention_mask": None if mask is None else mask[:, :stop],  # positions of the keys: the context's, too
             "position_ids": None if positions is None else positions[:, start:stop],
             "past_key_values": memory.at(start, stop),
             "use_cache": True,
@@ -207,7 +207,7 @@ class CausalModel(Pipelined):
         """Return the model's own output for these logits: scaled, capped, with a loss if labels were given."""
         widths = self._widths(call)
         logits, *routed = output.split([output.shape[-1] - sum(widths), *widths], dim=-1)
-        hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # nobody looks at it
+        hidden = output.new_zeros(1, 1, 1).expand(*output.shape[:2], self._config.hidden_size)  # never read
         routers = {"router_logits": tuple(rows.flatten(0, 1) for rows in routed)} if routed else {}
         inner = self._anatomy.output(last_hidden_state=hidden, **routers)
         with self._answered(self._anatomy.inner, inner), self._answered(self._anatomy.head, logits):
@@ -240,11 +240,8 @@ class Out(BaseException):
 
 
 class Hollow(nn.Module):
-    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks.
-
-    Args:
-        pass_on: maps the hidden state to the block's result.
-    """
+    """Stand-in for a block of another stage; keeps its plain attributes, by which models choose masks. `pass_on`: maps
+    the hidden state to the block's result."""
 
     def __init__(self, block: nn.Module, pass_on: Callable[[Tensor], Any]) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def trains(device: torch.device) -> bool:
     try:
         with torch.enable_grad(), _as_written():
             flex_attention(token, token, token)
-    except (NotImplementedError, ValueError):  # which of them depends on torch's version and kind of device
+    except (NotImplementedError, ValueError):  # the exception's class depends on torch's version and on the device
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Refusals: changes of a causal model that would give silent errors once it is cut, and calls no pipeline can answer.
+"""Checks of causal models: changes that would give silent errors once the model is cut, and calls that can't be served.
 
 `torch.compile`: blocks may be compiled; modules that a stage cuts or answers for may not.
 """
@@ -32,7 +32,7 @@ def compiled(module: nn.Module) -> bool:
 
 
 def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
-    """ValueError if the head, or a module that contains the blocks, is compiled."""
+    """Raise ValueError if the head, or a module that contains the blocks, is compiled."""
     for path, part in module.named_modules():
         name = ".".join(step for step in path.split(".") if step != "_orig_mod")
         if compiled(part) and (name in ("", anatomy.head) or anatomy.blocks.startswith(f"{name}.")):
@@ -43,7 +43,7 @@ def refuse_compiled(module: nn.Module, anatomy: Anatomy) -> None:
 
 
 def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
-    """ValueError if any compiled module in `root` calls the model."""
+    """Raise ValueError if any compiled module in `root` calls the model."""
     for part in root.modules():
         if part is not module and compiled(part) and any(inner is module for inner in part.modules()):
             raise ValueError(
@@ -53,7 +53,7 @@ def refuse_compiled_around(root: nn.Module, module: nn.Module) -> None:
 
 
 def refuse_attention(module: nn.Module, device: torch.device) -> None:
-    """ValueError for a kind of attention whose slices can't be checked, or that can't be trained on this device."""
+    """Raise ValueError for an attention whose slices can't be checked, or that can't be trained on this device."""
     name, kind = type(module).__name__, vars(module)["config"]._attn_implementation
     if kind not in SEPARABLE:
         raise ValueError(
@@ -69,7 +69,7 @@ def refuse_attention(module: nn.Module, device: torch.device) -> None:
 
 
 def refuse_unsliceable(module: nn.Module) -> None:
-    """ValueError for settings and modules that give silent errors once a sequence is cut into slices."""
+    """Raise ValueError for settings and modules that give silent errors once a sequence is cut into slices."""
     name = type(module).__name__
     config: Any = vars(module)["config"]
     if vars(config).get("is_causal") is False:
@@ -91,7 +91,7 @@ def refuse_unsliceable(module: nn.Module) -> None:
 
 
 def refuse_foreign(name: str, given: Mapping[str, Any]) -> None:
-    """ValueError for arguments of a model's call that a pipeline doesn't know."""
+    """Raise ValueError for arguments of a model's call that a pipeline doesn't know."""
     if given.get("past_key_values") is not None:
         raise ValueError(GENERATES.format(name))
     asked = {key: value for key, value in given.items() if value is not None and value is not False}

@@ -36,7 +36,7 @@ REACHES = {
 }
 """Largest numbers for tokens, and for what would reach beyond a few tokens or layers, by patterns of names."""
 TRIED = ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-LEAST = 16  # Minimum of a copy's positions and tokens, whatever its model has: the trial must fit.
+LEAST = 16  # Least number of positions and tokens of a copy: the trial's sequences must fit.
 MOST_PARAMETERS = 10**7
 SMALL = 64  # a model that is no wider keeps its widths: they may be divisible by few numbers
 SILENCED = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
@@ -47,11 +47,8 @@ class Unfit(ValueError):
 
 
 def small_copy(kind: type, config: Any) -> Any:
-    """Make a model of this class with a shrunk configuration and random weights, in float64.
-
-    Raises:
-        Exception: whatever the class raises for the shrunk configuration.
-    """
+    """Make a model of this class with a shrunk configuration and random weights, in float64; raises what the class
+    raises for that configuration."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind(shrunk(config)).parameters())
     if parameters > MOST_PARAMETERS:
@@ -145,7 +142,7 @@ class Doubled(TorchFunctionMode):
 def isolated(place: torch.device) -> Iterator[None]:
     """Use a fresh process's random numbers, autocast and gradients in this context, and restore them afterwards."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several take longer over so little
+    torch.set_num_threads(1)  # one thread: several take longer for so little work
     try:
         with torch.random.fork_rng(), torch.enable_grad(), torch.autocast(place.type, enabled=False), Doubled():
             torch.manual_seed(0)

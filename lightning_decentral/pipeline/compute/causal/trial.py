@@ -26,7 +26,7 @@ from lightning_decentral.pipeline.compute.model import StagePlace
 from lightning_decentral.pipeline.compute.stage import Keep, Stage
 
 TOLERANCE = 1e-9
-FLOOR = 1e-6  # of the largest gradient: some are zero but for rounding
+FLOOR = 1e-6  # relative to the largest gradient: some gradients are zero but for rounding
 BATCH, SLICES = 2, (6, 1, 5)
 LENGTH = sum(SLICES)
 
@@ -35,17 +35,11 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of the trial of a small copy of a model.
+    """Outcome of the trial of a small copy of a model."""
 
-    Args:
-        anatomy: None if the model can't be cut at all.
-        refused: the reason, by kind of call, or "" for all calls.
-        aligned: whether causal biases instead of masks give the same; used for a device's kernels.
-    """
-
-    anatomy: Anatomy | None
-    refused: Mapping[str, str]
-    aligned: bool = False
+    anatomy: Anatomy | None  # None if the model can't be cut at all
+    refused: Mapping[str, str]  # the reason, by kind of call, or "" for all calls
+    aligned: bool = False  # whether causal biases instead of masks give the same; used for a device's kernels
 
 
 _known: dict[tuple[type, str], TrialOutcome] = {}
@@ -53,14 +47,8 @@ _lock = Lock()
 
 
 def adapted(module: nn.Module, device: torch.device = HOST) -> CausalModel:
-    """Adapt a model so that it can be cut into stages and slices.
-
-    Args:
-        device: the device that trains the model.
-
-    Raises:
-        ValueError: a small copy gives other results in slices; the text names the difference.
-    """
+    """Adapt a model so that it can be cut into stages and slices. `device`: the device that trains the model.
+    ValueError: a small copy gives other results in slices; the text names the difference."""
     refuse_attention(module, device)
     refuse_unsliceable(module)
     verdict = judged(type(module), vars(module)["config"], device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 LARGEST_BLOCK = 2**16
 PIECES, PIECES_ON_DEVICE = 4, 64
-"""Pieces encoded at once. A host's operations on one take about as long as Python's calls, and 1 MB is still in its
+"""Pieces encoded at once. On a host their arithmetic takes about as long as Python's calls, and 1 MB is still in the
 cache. On a device a kernel launch costs more than memory out of the cache."""
 
 
@@ -28,7 +28,7 @@ def check_block(block: int, remedy: str) -> None:
 
 
 def piece_length(block: int) -> int:
-    """Return the elements of as many whole blocks as one pass through the table of noise covers."""
+    """Return the number of elements in a piece: as many whole blocks as one pass through the table of noise covers."""
     return LARGEST_BLOCK - LARGEST_BLOCK % block
 
 
@@ -122,7 +122,7 @@ def _hash(x: int) -> int:
 
 def _gathered(table: Tensor, starts: Tensor, piece: int, start: int, stop: int) -> Tensor:
     """Return the noise [stop - start] of all pieces on a device, in one call."""
-    # Row k of the view is what begins at place k: nothing but the numbers themselves is written.
+    # Row k of the view begins at index k of the table: no indices are written to memory.
     rows = table.unfold(0, piece, 1).index_select(0, starts[start // piece : -(-stop // piece)])
     return rows.view(-1)[start % piece :][: stop - start]
 

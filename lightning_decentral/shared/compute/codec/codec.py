@@ -10,7 +10,7 @@ the mean of the workers is thus kept to rounding under every codec, however coar
 
 To add a codec, subclass `Codec` with `parts`, `encode` and `decode` (copy `Int8` in `quantize`), add a line to
 `codec/__init__` and `gossip/__init__`, and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and tests
-then use it. Forecasts take it to be as slow as the slowest codec until it is measured: `gossip.round_cost.CODECS`.
+then use it. Forecasts assume the slowest codec's speed until `gossip.round_cost.CODECS` has its own.
 """
 
 from abc import ABC, abstractmethod
@@ -78,11 +78,11 @@ class Codec(ABC):
     def replace(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         """Encode the message, and overwrite it by what its receivers decode."""
         self.encode(message, payload, frame)
-        self.decode(payload, message, frame)  # the sender has what its receivers have
+        self.decode(payload, message, frame)  # now the sender has the same values as its receivers
 
     def residual(self, message: Tensor, payload: Payload, frame: Frame) -> None:
         """Encode the message, and overwrite it by what its receivers don't get: message - decoded."""
-        decoded = message.clone()  # becomes what receivers decode
+        decoded = message.clone()  # becomes the message that receivers decode
         self.replace(decoded, payload, frame)
         message.sub_(decoded)
 

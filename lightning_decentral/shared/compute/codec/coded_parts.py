@@ -1,8 +1,8 @@
 """Compressed all-reduce: each worker owns a part of a message, averages all workers' codes of it, and encodes the mean.
 
-    q_i = Q(x_i)                       worker i, of each part that another worker owns; its own part isn't encoded
+    q_i = Q(x_i)                       worker i encodes each part that another worker owns, not its own part
     s = (1/n) sum_i q_i + f            the owner of a part
-    r = Q(s)      f <- s - r           what all decode of the owner's codes, and the error that the next mean gets
+    r = Q(s)      f <- s - r           the mean that all workers decode, and the error that is added to the next mean
 
 A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does with numbers; sending all codes to all
 other workers would take n - 1 times the bytes.
@@ -28,10 +28,10 @@ TO_OWNER, FROM_OWNER = 0, 1
 class CodedParts:
     """Encodes and decodes one worker's part in compressed all-reduces."""
 
-    codec: Codec  # without estimates of its own
+    codec: Codec  # a codec that keeps no estimates
     rank: int
     size: int
-    pool: Pool  # of the buffers of codes
+    pool: Pool  # pool of the buffers for codes
     _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     _payloads: dict[tuple[int, torch.dtype], tuple[PayloadPart, ...]] = field(default_factory=dict, init=False)
 
@@ -62,8 +62,8 @@ class CodedParts:
         return [self.pool.take_new(torch.Size([p.elements]), p.dtype, like.device) for p in parts]
 
     def to_owners(self, message: Tensor, encode: Encode, *noise: int) -> dict[int, list[Tensor]]:
-        """Return {owner: codes of its part}; `encode` also overwrites these parts of the message. `noise`: numbers that
-        no other mean of this worker has."""
+        """Return {owner: codes of its part}; `encode` also overwrites these parts of the message. `noise`: integers
+        that seed the rounding, and that differ in each mean of this worker."""
         return {
             owner: self._coded(part, encode, *noise, owner, TO_OWNER)
             for owner, part in enumerate(self.views(message))
@@ -99,7 +99,7 @@ class CodedParts:
 
     def _coded(self, message: Tensor, encode: Encode, *noise: int) -> list[Tensor]:
         payload = self.payload(message.numel(), message)
-        encode(message, payload, Frame(key(self.rank, *noise)))  # other noise for each worker, mean and part
+        encode(message, payload, Frame(key(self.rank, *noise)))  # different noise for each worker, mean and part
         return payload
 
 
@@ -107,7 +107,7 @@ def drop_if_sick(residual: Tensor) -> None:
     """residual <- 0 where it holds NaN or infinity anywhere."""
     healthy = torch.isfinite(residual.sum())  # 0-dim: one pass
     if residual.device.type == "cuda":
-        # A device decides by itself: to ask it would make the host wait.
+        # Computed on the device: reading the result on the host would make the host wait.
         torch.where(healthy, residual, torch.zeros_like(residual), out=residual)
     elif not healthy:
         residual.zero_()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_decentral.shared.compute.codec.blocks import check_block, dither, divisor, piece_length, pieces, scratch
-from lightning_decentral.shared.compute.codec.codec import BFloat16 as BFloat16  # as pickles of 0.2.0 name them
+from lightning_decentral.shared.compute.codec.codec import BFloat16 as BFloat16  # names in pickles of version 0.2.0
 from lightning_decentral.shared.compute.codec.codec import Codec, Frame, Payload, PayloadPart
 from lightning_decentral.shared.compute.codec.codec import Float16 as Float16
 from lightning_decentral.shared.compute.codec.codec import Float32 as Float32
@@ -78,7 +78,7 @@ def _encode(
     for start, rows, scale, codes in _scaled(message, scales, block, key, 127):
         codes.round_().clamp_(max=127)  # floor(s + u) = round(s + u - 1/2); at least floor(-127 + u) = -127
         quantized[start : start + rows.numel()].copy_(codes.view(-1))
-        # While q is in the cache. A zero may have a sign that its receivers' has not.
+        # While q is in the cache. A zero may have another sign here than at the receivers.
         if replace:
             torch.mul(codes, scale, out=rows)
         elif residual:
@@ -94,7 +94,7 @@ def _scaled(
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Yield (start, x, scale, x / scale + u - 1/2) of each piece, x [blocks, columns] and scale [blocks, 1]."""
     exact = torch.promote_types(message.dtype, torch.float32)  # half precision is computed in float32
-    # A function of rank, round, bucket and place: there is no generator to save.
+    # The noise is a function of rank, round, bucket and index: there is no generator to save.
     noise = dither(message.numel(), key, piece_length(block), message.device)
     unit = divisor(largest, message.device)
     for start, stop, columns in pieces(message, block):
@@ -156,7 +156,7 @@ class Packed(Codec):
         return PayloadPart(packed, torch.uint8), PayloadPart(ceil(length / self.block), torch.float32)
 
     def _stride(self, numbers: int) -> int:
-        """Return the bytes of a block of so many numbers."""
+        """Return the bytes of the codes of a block of so many numbers."""
         return ceil(numbers * self.bits / 8)
 
     def encode(
@@ -244,4 +244,4 @@ class Int2(Packed):
     """
 
     bits = 2
-    largest, middle = 1.5, 1.5  # with a zero there were three numbers only, and more lost than sent
+    largest, middle = 1.5, 1.5  # with a code for zero only three numbers: the error would exceed the message

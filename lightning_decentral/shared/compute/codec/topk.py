@@ -84,7 +84,7 @@ class DifferenceCompression(Codec):
 
     Targets that receive in exactly the same steps share one estimate. So on a constant graph this is CHOCO-Gossip, with
     CHOCO's memory: an estimate of this worker, and one of each source. On a changing graph it is exact, too, and keeps
-    a copy of the parameters for each target and each source of a period (2 log2 n on a hypercube).
+    a copy of the parameters for each target and each source of a period of the graph (2 log2 n on a hypercube).
 
     Coarse codecs need a smaller mixing rate (`Gossip(rate=...)`), as CHOCO's gamma.
 

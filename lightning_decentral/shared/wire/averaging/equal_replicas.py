@@ -13,32 +13,29 @@ from torch.optim import Optimizer
 from lightning_decentral.shared.wire.gradients import Average, parts
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, TrainedLayout, TrainingComparison
 from lightning_decentral.shared.wire.objects import gather_objects
-from lightning_decentral.shared.wire.transport import Transport, Wire
+from lightning_decentral.shared.wire.transport import Transport
 
 
 class RunningBuffers:
     """Broadcasts worker 0's buffers that change (running statistics), as DDP broadcasts every buffer."""
 
     def __init__(self, module: nn.Module, over: Transport) -> None:
-        self._module, self._over = module, over  # a transport of its own
-        self._names: list[str] = []  # those that are shared: they change
+        self._module, self._over = module, over  # a transport used for buffers alone
+        self._names: list[str] = []  # buffers that are broadcast, as they change
         self._before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._watched: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
         self._known = len(self._before)  # buffers of the module, so that a new one is noticed
         self._watch()
 
     def changed(self) -> bool:
-        """Return whether an unshared buffer has changed on this worker since the last look. No communication."""
+        """Return whether a buffer that isn't shared has changed here since the last check. No communication."""
         news = any(own.get(key) is not tensor or _version(tensor) != was for own, key, tensor, was in self._watched)
         return news or self._known != len(self._before) + len(self._names)
 
     @torch.no_grad()
     def share(self, look: bool) -> None:
         """Broadcast the shared buffers. Collective. With `look`, find first which more have changed, or are new.
-
-        Raises:
-            RuntimeError: on all workers, where only some workers have a new buffer.
-        """
+        RuntimeError: on all workers, where only some workers have a new buffer."""
         # To walk through all modules takes longer than many a model's gradients take to be averaged.
         buffers = dict(self._module.named_buffers()) if look or self._names else {}
         new: list[str] = []
@@ -54,7 +51,7 @@ class RunningBuffers:
                     f"worker {without} has no buffer {some}, but others have: register buffers on every worker alike"
                 )
             found = {name for row, _ in rows for name in row} | set(self._names)
-            # What never changes (masks, tables of positions) isn't sent: most of the bytes of some models.
+            # Buffers that never change (masks, position tables) aren't sent: most of the bytes of some models.
             self._names = [name for name in buffers if name in found]
             self._before = {n: before for n, before in kept.items() if n not in found}
         shared = [buffers[name] for name in (*self._names, *new) if name in buffers]
@@ -79,8 +76,7 @@ class RunningBuffers:
         ]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN equal to NaN."""
+def _same(a: Tensor, b: Tensor) -> bool:  # NaN equal to NaN
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
@@ -96,7 +92,7 @@ class EqualReplicas:
     """Shares running buffers, counts updates and compares trained parameters, from `begin` to `close`."""
 
     def __init__(self) -> None:
-        self.updates: int | None = None  # since `begin`; None outside of training, also in who started the workers
+        self.updates: int | None = None  # since `begin`; None outside of training, and in a parent process
         self._buffers: RunningBuffers | None = None
         self._layouts = TrainingComparison()
         self._average: Average | None = None
@@ -136,17 +132,10 @@ class EqualReplicas:
         """Share buffers and count an update. Collective. A new value of `period` (an epoch, say) makes it look which
         more buffers have changed."""
         assert self.updates is not None
-        # Not each time: comparing all takes long.
+        # Not in each step: comparing all buffers takes long.
         look, self._period = period != self._period, period
         if self._buffers is not None:
-            self._sharing = True  # who waits in `share` waits for this update, not for the next one
+            self._sharing = True  # a worker that waits in `share` waits for this update, not for the next one
             self._buffers.share((self._average is not None and self._average.any_news()) or look)
             self._sharing = False
         self.updates += 1
-
-
-def of_all(wire: Wire) -> Transport:
-    """Make a new group of all workers. Collective."""
-    made = wire.group(None)
-    assert made is not None
-    return made

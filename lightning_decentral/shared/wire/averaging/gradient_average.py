@@ -34,11 +34,11 @@ class GradientAverage(Average):
 
     def __init__(
         self,
-        mean: FlatMean,  # of the gradients over the devices that share them
-        hosts: Transport,  # of the same devices for CPU tensors, for this alone
-        meet: Callable[[Callable[[], None]], Any],  # runs what waits for the other devices
-        bucket_bytes: int,  # of one message, at most, unless one parameter has more
-        where: Callable[[], Place] = lambda: (0, 0),  # that this device has come to, the same on all in one average
+        mean: FlatMean,  # averages flat gradients over the devices
+        hosts: Transport,  # a group of the same devices for CPU tensors, used for this alone
+        meet: Callable[[Callable[[], None]], Any],  # runs calls that wait for the other devices
+        bucket_bytes: int,  # bytes of one message, unless one parameter has more
+        where: Callable[[], Place] = lambda: (0, 0),  # (batches, updates) so far, equal on all devices in an average
     ) -> None:
         super().__init__()
         self._mean, self._hosts, self._meet, self._bucket_bytes = mean, hosts, meet, bucket_bytes
@@ -52,10 +52,10 @@ class GradientAverage(Average):
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._averaged: dict[nn.Parameter, int] = {}  # since their last update: the version that it would change
         self._where = where
-        self._last: tuple[Place, Tensor, Pending] | None = None  # the last average's place, sums of (code, code^2)
+        self._last: tuple[Place, int, Tensor, Pending] | None = None  # last: place, code, sums of (code, code^2)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients of these parameters from the next backward pass on; known ones cost a look-up."""
+        """Average gradients of these parameters from the next backward pass on; known parameters cost a look-up."""
         self._all = parameters
         self.look()
 
@@ -66,7 +66,7 @@ class GradientAverage(Average):
         if [(p.shape, p.dtype) for p in self._members] != self._forms:
             self._launcher.refuse_changed()
         if len(needed) == len(self._needed) and all(map(is_, needed, self._needed)):
-            return  # without a hash of each, which is Python's
+            return  # hashes would run Python code
         self._needed = needed
         before = self._launcher.watched
         self._members = members = [p for p in dict.fromkeys(parameters) if p.requires_grad or p in before]
@@ -84,7 +84,7 @@ class GradientAverage(Average):
             self._mean.lay([tuple(row) for row in rows])
 
     def updated(self, optimizer: Optimizer, skipped: bool) -> None:
-        """Follow up an optimizer's update by the averaged gradients, which may have been skipped."""
+        """Note that an optimizer has used the averaged gradients, or that a loss scaler has skipped its update."""
         groups = optimizer.param_groups
         keys = lambda: {self._keys[p] for group in groups for p in group["params"] if p in self._keys}  # noqa: E731
         self._mean.updated(keys, skipped)
@@ -92,22 +92,22 @@ class GradientAverage(Average):
             self._averaged.pop(parameter, None)
 
     def _withdraw_cleared(self) -> None:
-        """Withdraw averages that were cleared without an update (in another optimizer's turn): none used them."""
+        """Withdraw averages whose gradients were cleared without an update (in another optimizer's turn)."""
         gone = {p: version for p, version in self._averaged.items() if p.grad is None}
         for parameter in gone:
             del self._averaged[parameter]
-        # Whose version has changed was updated by somebody else, a part of an optimizer.
+        # A parameter whose version has changed was updated by something else, a part of an optimizer.
         if cleared := [p for p, version in gone.items() if p._version == version]:
             self._mean.updated(lambda: {self._keys[p] for p in cleared if p in self._keys}, True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean's state, without averages still to be used: a resumed run doesn't have these gradients."""
+        """Return the mean's state, without averages that no update has used: a resumed run won't have these."""
         waiting = {self._keys[p] for p, version in self._averaged.items() if p._version == version}
         return self._mean.state_dict(waiting)
 
     def close(self) -> None:
         self._all, self._needed, self._members, self._forms = (), [], [], []
-        self._reported, self._last = [], None  # nobody waits for the last answers
+        self._reported, self._last = [], None  # the last comparison is still to be read
         self._launcher.watch(())
         self._launcher.begin(())
 
@@ -133,7 +133,7 @@ class GradientAverage(Average):
         return output
 
     def before(self, loss: Tensor) -> None:
-        """Prepare this loss's backward, which ends with averaged gradients, also where it reaches none of them here."""
+        """Prepare this loss's backward pass: it ends with averaged gradients, even if it computes none here."""
         self.look()
         self._withdraw_cleared()
         if not self._launcher.paused and loss.requires_grad:
@@ -155,7 +155,7 @@ class GradientAverage(Average):
         bucket.pending = self._mean.start(real(flat), self._launcher.buckets.index(bucket))
 
     def _land_after_backward(self) -> None:
-        # At the loss or the first gradient: only within a backward can its end be waited for.
+        # At the loss or the first gradient: a callback for a backward pass's end can only be queued within it.
         if not self._lands:
             self._lands = self._launcher.begun = True
             if not self.under_way:
@@ -172,7 +172,7 @@ class GradientAverage(Average):
             raise RuntimeError(UNSEEN)
         buckets = self._launcher.buckets
         gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-        # The hosts report to each other who used what: no host reads what its device computes.
+        # The hosts exchange which parameters have gradients: no host waits for its device.
         sums = torch.empty(len(gradients) + 3, dtype=torch.int32)  # [flags, news, code of the place, its square]
         flags = flag(gradients, sums[:-3])
         self._check_last()
@@ -181,9 +181,9 @@ class GradientAverage(Average):
         sums[-2] = code = _code(place)
         sums[-1] = code**2
         reported = self._hosts.all_reduce(sums)
-        self._last = place, sums[-2:], reported
+        self._last = place, code, sums[-2:], reported
         self.report(sums[-3], reported)
-        some = iter(used(gradients, flags, reported))  # of each gradient: whether any worker has it
+        some = iter(used(gradients, flags, reported))  # for each gradient: whether any worker has it
         for number, bucket in enumerate(buckets):
             assert bucket.pending is not None
             bucket.pending.wait()
@@ -197,12 +197,12 @@ class GradientAverage(Average):
         self._open = False
 
     def _check_last(self) -> None:
-        """Raise RuntimeError where devices averaged different steps in the last average; checked late, to wait less."""
+        """Raise RuntimeError where devices were in different steps in the last average; checked late, to wait less."""
         if self._last is None:
             return
-        place, sums, reported = self._last
+        place, code, sums, reported = self._last
         reported.wait()
-        size, code = self._hosts.size, _code(place)
+        size = self._hosts.size
         # n sum c^2 > (sum c)^2 unless all are equal.
         if sums.tolist() != [size * code, size * code**2]:
             batches, updates = place

@@ -1,11 +1,11 @@
-"""Residuals of a compressed mean (error feedback): compression errors by tensor, also over skipped updates.
+"""Residuals of a compressed mean (error feedback): the compression error of each tensor, added to its next message.
 
     debt of a tensor = (1/n) sum_i e_i + f      e_i: of worker i's messages; f: of its owner's means
 
-The debt grows by the gradients that workers sent, less the means that all used.
+The debt grows by the mean of the workers' gradients, less the means that all workers used.
 
     a mean (`add`)                            e <- e + flat; where updates may be skipped, both are kept as they were
-    no worker uses the tensor (`put_back`)    f <- f + the mean that nobody takes
+    no worker uses the tensor (`put_back`)    f <- f + the unused mean
     the update is skipped (`updated`)         both <- as they were, of its tensors
     a scaler's factor has changed (`settle`)  the same where it fell, one step later; then both at the new scale
     tensors in other flat ones (`lay`)        e + n f goes with each tensor, until `at` finds it a place
@@ -38,7 +38,7 @@ class Residual:
 
     own: Tensor  # e_i, (elements,)
     owned: Tensor  # f, (elements of the own part,)
-    rounds: int = 0  # means taken: no noise is drawn twice
+    rounds: int = 0  # number of means so far, which seeds the rounding noise
     before: list[Tensor] = field(default_factory=list)  # [own, owned] at the last update; [] where none is skipped
     taken: bool = True  # whether an update has followed the last mean
 
@@ -48,7 +48,7 @@ class Residual:
             return self.own.add_(flat)
         self.taken = False
         self.before[1].copy_(self.owned)
-        # Into the memory of the one before the last update: nothing is copied.
+        # Into the memory of the residual before the last update: nothing is copied.
         self.own, self.before[0] = torch.add(self.own, flat, out=self.before[0]), self.own
         return self.own
 
@@ -57,16 +57,16 @@ class Residuals:
     """Residuals of one worker for all its flat tensors; means whose updates are skipped are withdrawn."""
 
     def __init__(self, parts: CodedParts) -> None:
-        self.guarded = False  # whether updates may be skipped: what was there before each is kept, once more the memory
-        self._parts = parts  # who owns which part of a flat tensor
-        self._rows: tuple[Row, ...] = ()  # at which place each tensor lies
+        self.guarded = False  # whether updates may be skipped: then earlier residuals are kept, too
+        self._parts = parts  # gives each worker's part of a flat tensor
+        self._rows: tuple[Row, ...] = ()  # number of the flat tensor that holds each tensor
         self._at: dict[int, Residual] = {}  # by place
-        self._debts: dict[int, Tensor] = {}  # of tensors that travel nowhere at present, by key
-        self._rounds = 0  # taken at places that are no more: no noise is drawn twice
-        self._scale: Callable[[], Tensor] | None = None  # a loss scaler's
+        self._debts: dict[int, Tensor] = {}  # residuals of tensors that no flat tensor holds at present, by key
+        self._rounds = 0  # means of former flat tensors: counted, so that no noise is drawn twice
+        self._scale: Callable[[], Tensor] | None = None  # a loss scaler's factor
         self._scaled = True  # whether gradients come multiplied by it
-        self._unit, self._known = 0.0, False  # the scale of what was rounded away; 0 before the first
-        self._open: list[tuple[Keys, AsyncRead]] = []  # updates whose scale afterwards is still to be read
+        self._unit, self._known = 0.0, False  # scale of the residuals; 0 before the first mean
+        self._open: list[tuple[Keys, AsyncRead]] = []  # updates after which the scale is still to be read
         self._any = False  # updates since the last mean
 
     def at(self, place: int, flat: Tensor) -> Residual:
@@ -84,7 +84,7 @@ class Residuals:
             found.before = [found.own.clone(), found.owned.clone()]
         return found
 
-    # ---- tensors in other company -----------------------------------------------------------------------------------
+    # ---- tensors in other flat ones ---------------------------------------------------------------------------------
 
     def lay(self, rows: Sequence[Row]) -> None:
         """Put the tensors of rows[k] into flat tensor k from now on; the residual of each tensor moves along."""
@@ -92,22 +92,22 @@ class Residuals:
             return
         lengths = {place: sum(elements for _, elements in row) for place, row in enumerate(now)}
         if not self._rows and {place: len(residual.own) for place, residual in self._at.items()} == lengths:
-            self._rows = now  # of a file that doesn't name its tensors, and whose residuals may be of these
+            self._rows = now  # residuals of a checkpoint that doesn't name its tensors, and may mean these
             return
         for place in [place for place in self._at if place < len(self._rows)]:
             residual = self._at.pop(place)
             self._rounds = max(self._rounds, residual.rounds)
             for key, (start, stop) in self._spans(place):
-                # e + n f: what the owner owes, as a worker's own, which counts as the n-th part of it.
+                # e + n f: the owner's residual f becomes one of this worker's, which counts 1/n in the mean.
                 debt = self._debts[key] = residual.own[start:stop].clone()
                 for there, mine in self._overlap(len(residual.own), (start, stop)):
                     debt[there].add_(residual.owned[mine], alpha=self._parts.size)
         self._rows, self._at = now, {}
 
-    # ---- means that nobody took -------------------------------------------------------------------------------------
+    # ---- unused means -----------------------------------------------------------------------------------------------
 
     def put_back(self, flat: Tensor, place: int, unused: Collection[int]) -> None:
-        """Put back means that no worker uses: f <- f + r of the tensors with these numbers, r their mean in `flat`."""
+        """Put unused means back: f <- f + r for the tensors with these numbers, r their mean in `flat`."""
         residual, mean = self._at[place], self._mine(flat)
         for number, (_, span) in enumerate(self._spans(place)):
             for _, mine in self._overlap(flat.numel(), span) if number in unused else ():
@@ -131,7 +131,7 @@ class Residuals:
     def updated(self, keys: Keys, skipped: bool) -> None:
         """Record that an update of the tensors with these keys was due; `skipped`: known to be skipped."""
         if not self.guarded:
-            self.guarded = skipped  # the first one of a run that nobody expected any in
+            self.guarded = skipped  # the first skipped update of a run in which none was expected
             return
         self._any = True
         if skipped:

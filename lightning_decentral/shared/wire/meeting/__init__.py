@@ -1,4 +1,4 @@
-"""Coordination through the key-value store: rendezvous, heartbeats, reasons of endings, agreement where all stop.
+"""Coordination through torch's key-value store: rendezvous, heartbeats, reasons why workers ended, agreed stops.
 
 Public names: none; strategies use these modules by `shared/meeting.py`.
 """

@@ -1,16 +1,16 @@
 """Compares workers: their settings before anything else is sent, and their trained parameters when one sees a change.
 
-Settings, over the key-value store and not by a collective: workers of other versions or plans can read them, too. What
-is written there never changes its form: JSON, {name: text}, the versions first.
+Settings are compared through the key-value store, not by a collective: workers of other versions or plans can read
+them, too. The form never changes: JSON, {name: text}, the versions first.
 
-Parameters that workers average are compared in no other step than one in which a worker sees a change:
+Trained parameters are compared only in steps in which a worker sees a change:
 
-    NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: form}, as this worker has them from there on
-    NAME/asked                                    a change that somebody has seen, and waits for the others' answers
+    NAME/<averages done>.<changes since>/<rank>   {parameter or optimizer: shape and type}, as this worker trains them
+    NAME/asked                                    a change for which a worker waits for the others' answers
 
-An average is one of gradients, or a round of gossip. Who sees a change in what it trains writes what it has now, and
-goes on when the others have written the same. A worker that has begun the same average without a change, or has left
-it behind, as neighbours of gossip may, is blocked in its messages sooner or later: its watching thread writes its own.
+An average is one of gradients, or a round of gossip. A worker that sees a change in its trained parameters writes their
+present layout, and goes on when the others have written the same. A worker that has begun or finished the same average
+without the change (as gossip's neighbours may) will block in its messages: its watching thread writes its layout.
 """
 
 import json
@@ -29,7 +29,7 @@ from lightning_decentral.shared.wire.meeting.notices import LOOK_SECONDS, Heartb
 from lightning_decentral.shared.wire.pending import PeerLost
 
 LONGEST_PAUSE = 0.05
-GOODBYE_SECONDS = 10.0  # time that worker 0, whose process keeps the store, lets the others read why all stop
+GOODBYE_SECONDS = 10.0  # seconds that worker 0, whose process has the store, leaves the others to read why all stop
 
 
 def check_same_settings(
@@ -38,8 +38,8 @@ def check_same_settings(
     """Wait until all workers have written the same settings to the store; each reads and writes a few lines.
 
     Args:
-        mine: {name: what this worker has}, with the versions first.
-        store: of the process group.
+        mine: {name: this worker's value as text}, with the versions first.
+        store: key-value store of the process group.
         when: where all workers are, for the error.
 
     Raises:
@@ -93,11 +93,11 @@ ASK_SECONDS = 0.5
 
 
 class TrainedLayout:
-    """Describes what one worker trains: {parameter or optimizer: its form, and at which change it was added}."""
+    """Describes one worker's trained parameters: {parameter or optimizer: shape, type, change that added it}."""
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._named, self._optimizers = named, optimizers  # those of now, whenever they are called
-        self._since: dict[Any, int] = {}  # by object: another of the same form is another
+        self._named, self._optimizers = named, optimizers  # functions that return the present ones
+        self._since: dict[Any, int] = {}  # by object: a new parameter of the same shape and type counts as a change
         self._calls = 0
 
     def __call__(self) -> Layout:
@@ -120,10 +120,7 @@ class TrainingComparison:
 
     def changed(self) -> None:
         """Wait until all workers train what this worker trains from the next average on. Collective, in effect.
-
-        Raises:
-            RuntimeError: another worker trains something else; the text has the first difference.
-        """
+        RuntimeError: another worker trains something else; the text has the first difference."""
 
     def begin(self) -> None:
         """Begin the next average: the trained parameters of this average are fixed."""
@@ -148,15 +145,15 @@ class Layouts(TrainingComparison):
     """Compares one worker's trained parameters with those of its peers, in one fit, through the status board."""
 
     board: StatusBoard
-    heartbeat: Heartbeat  # whose thread answers
-    peers: Sequence[int]  # those that average with this worker, itself included
-    name: str  # of this fit, and of these peers, in the store
-    layout: Callable[[], Layout]  # what this worker trains now
-    timeout: timedelta  # how long it waits for another to come to the same change
-    rests: Callable[[], bool] = bool  # whether its epoch is over: it comes to no change of others that train on
+    heartbeat: Heartbeat  # its thread answers
+    peers: Sequence[int]  # ranks that average with this worker, itself included
+    name: str  # key of this fit and of these peers in the store
+    layout: Callable[[], Layout]  # describes this worker's trained parameters
+    timeout: timedelta  # how long to wait for another worker to see the same change
+    rests: Callable[[], bool] = bool  # whether this worker's epoch is over: it makes no more changes
 
     def __post_init__(self) -> None:
-        self._averages, self._changes, self._begun = 0, 0, -1  # done; since the last; the last begun
+        self._averages, self._changes, self._begun = 0, 0, -1  # done; changes since the last; the last begun
         self._now = self._settled = self.layout()
         self._answered: set[str] = set()
         self.heartbeat.listen(self._look)
@@ -187,7 +184,7 @@ class Layouts(TrainingComparison):
                 )
 
     def _answer(self, change: str, layout: Layout) -> None:
-        self._answered.add(change)  # once, however often it is asked
+        self._answered.add(change)  # written once for each change
         self.board.write(f"{self.name}/{change}", json.dumps(dict(layout)))
 
     def _answer_of(self, rank: int, change: str, end: float) -> Layout:
@@ -220,6 +217,6 @@ def _read(written: bytes) -> Layout:
     return row
 
 
-def _change(written: bytes) -> str:  # ValueError for what no worker wrote
+def _change(written: bytes) -> str:  # ValueError for a text that no worker wrote
     average, number = written.decode().split(".")
     return f"{int(average)}.{int(number)}"

@@ -23,6 +23,7 @@ from lightning_decentral.shared.wire.transport import (
     Wire,
     everyone,
     new_group,
+    of_all,
     transport,
 )
 
@@ -35,10 +36,10 @@ Agree = Callable[[bool], bool]
 def connected_to_all(make: Callable[[], Transport | None], timeout: timedelta | None, agree: Agree) -> Transport | None:
     """Make a group, or several at once, in which every member receives from every other; None for outsiders. Collective
     over all workers. PeerLost on all workers, where foreign programs connected each time."""
-    # All tries together don't take longer than one wait may.
+    # All tries together take at most `timeout`.
     patience = GREETING if timeout is None else min(GREETING, timeout / TRIES)
     for _ in range(TRIES):
-        agree(True)  # making a group is a call that only its timeout ends where a worker doesn't come
+        agree(True)  # where a worker doesn't come, only the timeout ends this call
         made = make()
         if agree(made is None or made.greet(patience)):
             return made
@@ -84,12 +85,9 @@ def connect(
             made.all_reduce(torch.zeros(1, device=device)).wait()  # NCCL connects in its first call: everyone's
         return made
 
-    # A group orders its calls: what may happen in another order on another worker has another group.
+    # Calls over a group must have the same order on all workers: calls in no fixed order get different groups.
     hosts = partial(new, by="gloo", over=GlooTransport)
-    world, flags, roll = group(None), hosts(None), hosts(None)
-    assert world is not None
-    assert flags is not None
-    assert roll is not None
+    world, flags, roll = of_all(group), of_all(hosts), of_all(hosts)
     return Wire(world, flags, roll, flags.store, group, hosts, made_here.close, made_here.abandon)
 
 
@@ -102,5 +100,5 @@ def loopback(size: int, timeout: timedelta) -> list[Transport]:
         options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timeout
         return GlooTransport(gloo(store, rank, size, options))
 
-    with ThreadPoolExecutor(size) as threads:  # each waits for the others
+    with ThreadPoolExecutor(size) as threads:  # each end waits for the others
         return list(threads.map(end, range(size)))

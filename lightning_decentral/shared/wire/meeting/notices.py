@@ -1,7 +1,7 @@
 """Status board of workers in the key-value store, outside of all process groups: heartbeats, and why workers end.
 
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
-    ended/<rank>   {"reason": one line, "phase": where, "lost": whether only because another was lost}
+    ended/<rank>   {"reason": one line, "phase": what it was doing, "lost": true if it ended because it lost another}
 
 A worker that loses a peer in a message or a collective call reads here which peer, and why.
 """
@@ -22,11 +22,11 @@ from lightning_decentral.shared.wire.pending import PeerLost
 
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.005
-SILENT_SECONDS = 2.5  # seconds without a beat after which a worker is the one to blame, when another has been lost
+SILENT_SECONDS = 2.5  # when a worker reports a lost peer: seconds without a heartbeat after which that peer is blamed
 LINGER_SECONDS = 1.5  # seconds that worker 0 keeps the store for the others to read why it ends
 STORE_SECONDS = 10.0
 """Time for the store to answer a worker that ends: milliseconds, and `SILENT_SECONDS` to find silent workers."""
-LONGEST_REASON = 500  # characters
+LONGEST_REASON = 500  # longest reason, in characters
 Row = TypeVar("Row")
 
 
@@ -43,7 +43,7 @@ class Ending:
 
     reason: str
     phase: str
-    lost: bool  # only because it lost another, whom its reason names
+    lost: bool  # it ended because it lost another worker, which `reason` names
 
 
 def read_row(kind: type[Row], written: bytes) -> Row:
@@ -60,7 +60,7 @@ class StatusBoard:
     def __init__(self, store: Any, rank: int, size: int, hosted: bool = False) -> None:
         self._store, self.rank, self.size = store, rank, size
         self._hosted = hosted  # another process (torchrun's agent) has the store, not worker 0
-        self.ignored = 0  # values that no worker can have written; they are not believed, only counted
+        self.ignored = 0  # keys with values that no worker can have written: ignored, warned of once
         self._beats = self._agreed = 0
         self._endings: dict[int, Ending] = {}
 
@@ -92,7 +92,7 @@ class StatusBoard:
             self._store.set("ended", "somebody")
 
     def look(self) -> Mapping[int, Ending]:
-        """Read why other workers ended; results are kept, since the store ends with worker 0."""
+        """Return {rank: why it ended} of other workers; results are kept, since the store ends with worker 0."""
         if self._store.check(["ended"]):
             for rank in range(self.size):
                 if rank != self.rank and rank not in self._endings:
@@ -132,7 +132,7 @@ class StatusBoard:
 
     def blame(self) -> str | None:
         """Return one line on which worker caused a loss; None where unknown. Takes up to SILENT_SECONDS."""
-        with suppress(RuntimeError):  # the store is gone, and who had it
+        with suppress(RuntimeError):  # the store is gone, and the process that had it
             before, end = self._read_beats(), time.monotonic() + SILENT_SECONDS
             while time.monotonic() < end and all(ending.lost for ending in self.look().values()):
                 time.sleep(0.1)
@@ -173,8 +173,8 @@ class Heartbeat:
     """Thread that writes one worker's heartbeat and reads the board, since a waiting worker is blocked in a message."""
 
     def __init__(self, board: StatusBoard, phase: Callable[[], str]) -> None:
-        self.board, self.phase = board, phase  # what this worker does right now, in brief
-        # Its device waited for a lost worker and was freed: whatever error comes of it, that loss is the cause.
+        self.board, self.phase = board, phase  # text on what this worker does right now
+        # set where this device waited for a lost worker and was freed: the cause of any error that follows
         self.freed = False
         self._listeners: list[Callable[[], bool]] = []
         self._orphaned: list[Callable[[], None]] = []  # called where the store is gone
@@ -203,14 +203,14 @@ class Heartbeat:
         self._woken.set()
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: any that waits for worker 0 will report so
+        with suppress(RuntimeError):  # the store is gone: a worker that waits for worker 0 will report it
             beaten = float("-inf")
             while not self._closed:
                 if time.monotonic() - beaten >= BEAT_SECONDS:
                     self.board.beat()
                     self.board.look()
                     beaten = time.monotonic()
-                busy = sum(listener() for listener in [*self._listeners])  # all of them, also behind a busy one
+                busy = sum(listener() for listener in [*self._listeners])  # all are called, also after a busy one
                 self._woken.wait(BEAT_SECONDS / 20 if busy else BEAT_SECONDS)
                 self._woken.clear()
         for call in [] if self._closed else [*self._orphaned]:

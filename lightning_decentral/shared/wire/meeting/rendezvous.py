@@ -2,10 +2,10 @@
 
     job            worker 0's state: "open <token>", or "closed <digest of the token>"
     layout         worker 0's number of nodes, and of devices on each
-    differs        one line, of the first worker that has another layout, which ends
+    differs        one line from the first worker that has another layout, and ends
     here/<rank>    the process that claims this rank
-    verdict        "complete", or why all end: another layout came, and they weren't complete soon after; where they
-                   are, what came was another job's
+    verdict        "complete", or why all end: a worker with another layout came, and some worker was still missing soon
+    after (if none is missing, that worker belonged to another job)
 
 A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
 or a random one, which worker 0 writes down where every program that reaches the port can read it. A token keeps stray
@@ -34,18 +34,18 @@ from torch.torch_version import TorchVersion
 from lightning_decentral.shared.wire.transport import STORES
 
 LIBUV_LISTENS = TorchVersion(torch.__version__) >= "2.8"
-"""Before, torch's newer server of a store took no listening socket (pytorch#150215); the older one does."""
+"""Whether torch's libuv store server takes a listening socket (pytorch#150215); torch's older server does."""
 TOKEN = "LIGHTNING_DECENTRAL_TOKEN"
 LOOK_SECONDS = 0.05
-DOUBT_SECONDS = 10.0  # time that workers wait for the rest of theirs once one with another layout has come
-NAMED = 4  # missing workers are named up to so many
+DOUBT_SECONDS = 10.0  # seconds that the rest of the workers have to come once one with another layout has come
+NAMED = 4  # number of missing workers that a message names
 COMPLETE = "complete"
-SLOW_SECONDS = 10.0  # of a wait, until it is printed for whom; and again after each six times as long
-LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store, where nobody will train, for the others to find out why
+SLOW_SECONDS = 10.0  # seconds of a wait until a line names the missing workers; the next line after six times as long
+LINGER_SECONDS = 2.0  # seconds that worker 0 keeps the store after a failed rendezvous, for the others to read why
 
 _met: Counter[str] = Counter()
-"""Number of meetings of this process by address: a second one at the same store has other keys. By address: a process
-that runs one training after another (a pool's, an actor's) may have met other processes before."""
+"""{address: number of rendezvous of this process there}: a second one at the same store has other keys. By address:
+a process that runs one training after another (in a pool, an actor) may have met other processes before."""
 
 
 class MeetingFailed(ConnectionError):
@@ -62,7 +62,7 @@ class Meeting:
     size: int
     timeout: timedelta
     hosted: bool  # another process (torchrun's agent) has the store
-    layout: tuple[int, int]  # (nodes, devices on each) as this worker was given
+    layout: tuple[int, int]  # (nodes, devices on each node) as this worker was started
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 1 << 16:
@@ -82,12 +82,9 @@ class Meeting:
         return "torchrun's agent at that address" if self.hosted else "worker 0"
 
     def store(self) -> Any:
-        """Return the store that all workers have reached; its keys are the job's own.
-
-        Raises:
-            MeetingFailed: one line with the missing workers, or with the other program at this port.
-            ValueError: a worker has another number of nodes or devices; the same line on all.
-        """
+        """Return the store that all workers have reached; its keys are the job's own. MeetingFailed: one line with the
+        missing workers, or with the other program at this port. ValueError: a worker has another number of nodes or
+        devices; the same line on all."""
         _met[self.place] += 1
         end = time.monotonic() + self.timeout.total_seconds()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -110,7 +107,7 @@ class Meeting:
 
         def reach() -> None:
             place: Any = self.address, self.port
-            with suppress(RuntimeError):  # reported below
+            with suppress(RuntimeError):  # the error is raised below
                 found.append(STORES.TCPStore(*place, timeout=self.timeout, wait_for_workers=False, **server))
 
         # A thread: a program that takes the connection and sends nothing would keep torch waiting for ever.
@@ -129,14 +126,14 @@ class Meeting:
         return found[0]
 
     def _listen(self) -> int:
-        """Return the descriptor of a listening socket that only the given address reaches."""
+        """Return the descriptor of a socket that listens on the given address alone."""
         try:
             family, _, _, _, address = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
             raise MeetingFailed(
                 f"worker 0 knows no address {self.address} ({error.strerror}): set MASTER_ADDR to one of its own"
             ) from error
-        # The own name may stand for loopback here and for the network's address elsewhere.
+        # This host's name may mean loopback here and the network's address elsewhere.
         everywhere = self.layout[0] > 1 and str(address[0]).startswith(("127.", "::1"))
         for place in [] if everywhere else [address]:
             try:
@@ -147,7 +144,7 @@ class Meeting:
                         f"worker 0 can't listen at {self.place}: another program or training has the port; "
                         "set MASTER_PORT to a free one"
                     ) from error
-                # The address is another machine's that hands on to this one: listen everywhere, as torch does.
+                # The address belongs to a machine that forwards to this one: listen on all addresses, as torch does.
         try:
             return socket.create_server(("", self.port), backlog=2048).detach()
         except OSError as error:
@@ -265,7 +262,7 @@ class SlowWait:
 def group_failed(store: Any, rank: int, error: RuntimeError) -> MeetingFailed:
     """Return the error to raise, instead of the raw text. All workers that still reach the store get a line
     of the first worker that couldn't make a group; the others only waited for that worker."""
-    text = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # not where in gloo's sources
+    text = re.sub(r"^\[[^]]*\]", "", str(error).partition("\n")[0]).strip()  # without the place in gloo's sources
     text = text or type(error).__name__
     line = f"worker {rank} can't make a group ({text}): look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, at its "
     line += "network and at what the others say"

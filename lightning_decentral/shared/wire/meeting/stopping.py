@@ -1,10 +1,10 @@
 """Stops all workers after the same round when a signal reaches one worker, without a step that waits for it.
 
-    promise_i = rounds_i + 1;    stop = max_i promise_i      rounds_i: of all optimizers together
+    promise_i = rounds_i + 1;    stop = max_i promise_i      rounds_i: worker i's rounds so far, over all optimizers
 
-Each worker's watching thread promises through the store that its worker won't go on past that round before all have
-promised; then everybody knows where all stop. A worker is held up only if it comes to its promise before the others
-have made theirs: a few looks at the store.
+Each worker's watching thread writes a promise to the store: its worker won't go on past that round before all have
+promised. Then every worker knows after which round all stop. A worker only waits if it reaches its promised round
+before the others have promised: a few reads of the store.
 """
 
 import sys
@@ -23,12 +23,12 @@ SIGNALS, ROUNDS = range(1, 65), range(1, sys.maxsize)
 class StopAgreement:
     """Agreement of one fit's workers on the step after which all stop."""
 
-    board: StatusBoard  # with keys of this fit alone
+    board: StatusBoard  # a board whose keys are of this fit alone
     patience_seconds: float  # how long to wait for the others' promises
-    wake: Callable[[], None] = lambda: None  # has the watching thread look at once
+    wake: Callable[[], None] = lambda: None  # makes the watching thread read the board at once
 
     def __post_init__(self) -> None:
-        self.raised = self.signum = 0  # the signal that this worker got; that all stop for; 0: none
+        self.raised = self.signum = 0  # the signal that this worker got; the one for which all stop; 0: none
         self._rounds = 0
         self._promise: int | None = None
         self._stop: int | None = None
@@ -45,11 +45,7 @@ class StopAgreement:
         return self._stop is not None and self._rounds >= self._stop
 
     def tick(self) -> None:
-        """Count a round: once per round of any optimizer, on every worker.
-
-        Raises:
-            PeerLost: another worker has made no promise.
-        """
+        """Count a round: once per round of any optimizer, on every worker. PeerLost: another has made no promise."""
         with self._lock:
             self._rounds += 1
             due = self._promise is not None and self._rounds >= self._promise
@@ -57,7 +53,7 @@ class StopAgreement:
             raise PeerLost(f"worker {self.board.rank} lost the others: they don't report after which step to stop")
 
     def look(self) -> bool:
-        """Ask, promise, and read the others' promises; return whether that isn't over. For the watching thread."""
+        """Request a stop, promise, read others' promises; return whether one is missing. For the watching thread."""
         if self._known.is_set():
             return False
         if self.raised:
@@ -67,7 +63,7 @@ class StopAgreement:
             return False
         with self._lock:
             self._promise = self._promise or self._rounds + 1
-        self.board.write("promise", str(self._promise))  # again: somebody may have written over it
+        self.board.write("promise", str(self._promise))  # written again: another worker may have overwritten it
         promises = [self.board.read(f"promise/{rank}", partial(_number, ROUNDS)) for rank in range(self.board.size)]
         if None in promises:
             return True
@@ -80,8 +76,8 @@ class StopAgreement:
         self.board.put("left", ",".join(map(str, rounds)))
 
     def left_after(self) -> list[int] | None:
-        """Return each optimizer's round after which others have stopped, while this worker waits at an epoch's end;
-        None: they haven't."""
+        """Return each optimizer's round after which others have stopped, while this worker waits at its epoch's end;
+        None: they haven't stopped."""
         rounds = lambda written: [_number(range(sys.maxsize), part) for part in written.split(b",")]  # noqa: E731
         known: list[int] | None = self.board.read("left", rounds) if self._known.is_set() else None
         return known

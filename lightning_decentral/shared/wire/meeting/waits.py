@@ -1,24 +1,24 @@
-"""Detects waits without end: for a collective call that only some workers make, and of a device for a lost worker.
+"""Detects endless waits: for a collective call that only some workers make, or of a device for a lost worker.
 
 A warning, long before the timeout, while workers wait for each other in different calls:
 
-    waits/<rank>   {"calls": collective calls that it has entered, "calling": whether it waits in one, "phase": where}
+    waits/<rank>   {"calls": number of collective calls entered, "calling": whether it waits in one, "phase": text}
                    while its worker waits for long; else empty
 
-Where all wait, and not all have entered the same number of calls, some wait in one that the others haven't come to;
-they still may, behind a message that is slow. Where all are in a call of the same number, but some of them in a step
-and some in a validation, it isn't the same. It's a warning, and ends nobody.
+Where all wait, and have entered different numbers of calls, some wait in a call that the others haven't reached; these
+may still reach it, after a slow message. Where all are in a call of the same number, but some in a step and some in a
+validation, the calls differ. This is a warning, and ends no worker.
 
-A rescue, since NCCL notifies nobody of a loss, and the host may stand anywhere:
+A rescue, since NCCL doesn't report a lost worker, and the host may wait anywhere:
 
-    behind   the device hasn't come to where the host was so long ago (`Backlog`): it may wait for another worker
+    behind   the device hasn't reached work that the host queued long ago (`Backlog`): it may wait for another worker
     lost     another worker wrote why it ends, has written no beat for LOST_SECONDS, or took the store with it;
-             or the device has been behind for the timeout
+             or the device has been behind for as long as the timeout
     freed    all communicators are aborted, so that their kernels return; `check` raises PeerLost in the training's
-             thread, which the host comes to at the end of its round
+             thread, at the end of the host's round
 
-Until then the host stands in whatever needs the device next: a read, the user's `.item()`, a full queue of launches.
-There no Python of its thread runs, hence the thread that reads the board. By gloo the host waits and is notified.
+Until then the host is blocked in a call that needs the device: a read, the user's `.item()`, a full launch queue. XXNo
+Python of its thread runs there, hence the thread that reads the board. With gloo the host waits and gets an error.
 """
 
 import json
@@ -35,7 +35,7 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.wire.meeting.notices import ALL_LIVE, Heartbeat, StatusBoard, read_row
 from lightning_decentral.shared.wire.pending import PeerLost
 
-LONG_SECONDS = 30.0  # a wait that is worth a warning
+LONG_SECONDS = 30.0  # seconds after which a wait is reported
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Waits:
     """Reports one worker's long waits in a fit to the others, and warns where workers wait in different calls."""
 
     board: StatusBoard
-    mine: Callable[[], Wait | None]  # what this worker has waited in for `LONG_SECONDS`; None where it hasn't
-    _reported: Wait | None = field(default=None, init=False)  # what stands on the board
-    _warned: int = field(default=-1, init=False)  # calls at the last warning
+    mine: Callable[[], Wait | None]  # returns this worker's wait if it has lasted for `LONG_SECONDS`, else None
+    _reported: Wait | None = field(default=None, init=False)  # this worker's text on the board
+    _warned: int = field(default=-1, init=False)  # numbers of calls at the last warning
 
     def look(self) -> bool:
         """Report and compare waits; a thread calls this periodically."""
@@ -65,7 +65,7 @@ class Waits:
         if mine != self._reported:
             self.board.write("waits", "null" if mine is None else json.dumps(asdict(mine)))
             self._reported = mine
-        elif mine is not None and mine.calls > self._warned:  # not at once: a number that others wrote may be old
+        elif mine is not None and mine.calls > self._warned:  # checked twice: another worker's number may be old
             self._compare(mine)
         return False
 
@@ -77,7 +77,7 @@ class Waits:
             return
         ahead = max(wait.calls for wait in waiting)
         last = [wait for wait in waiting if wait.calls == ahead]
-        # Some are in a call that others haven't entered, or in another of the same number.
+        # Some workers are in a call that others haven't entered, or in a different call of the same number.
         differ = len(last) < len(waiting) or len({wait.phase.split()[0] for wait in last}) > 1
         if not differ or not all(wait.calling for wait in last):
             return
@@ -94,23 +94,23 @@ class Waits:
 
 
 GRACE_SECONDS = 2.0
-"""Time after another's ending in which the host may come to an error of its own, or the device to its work's end."""
-LOST_SECONDS = 15.0  # without a beat, while this device is behind: longer than a thread that beats is kept from running
-END_SECONDS = 30.0  # time for the host to come back from the device; then the process ends where it stands
+"""Seconds after another worker's end in which the host may meet its own error, or the device finish its work."""
+LOST_SECONDS = 15.0  # without a heartbeat while this device is behind: longer than any delay of a live worker's thread
+END_SECONDS = 30.0  # seconds for the host to return from the device; then the process is ended
 
 
 class Backlog:
     """Measures how far a device is behind the host, from any thread; a host is never behind."""
 
     def __init__(self, device: bool) -> None:
-        self._device = device  # whether there is one, whose current stream is meant
-        self._open: deque[tuple[cuda.Event, float]] = deque()  # marks that it hasn't reached, and when the host did
+        self._device = device  # whether there is a device, whose current stream is meant
+        self._open: deque[tuple[cuda.Event, float]] = deque()  # (mark not reached, when the host set it)
         self._lock = threading.Lock()
 
     def mark(self) -> None:
         """Record an event on the current stream: `since` looks after the work queued so far."""
         if self._device:
-            self.since()  # nobody else may ever ask
+            self.since()  # `since` may never be called
             event = cuda.Event()
             event.record()
             self._open.append((event, time.monotonic()))
@@ -128,13 +128,13 @@ class Rescue:
     """Frees one worker's device when it waits for a lost worker, in one fit, validation or test."""
 
     heartbeat: Heartbeat
-    behind: Callable[[], float | None]  # since when the device has been, by the monotonic clock; None where it isn't
-    abort: Callable[[], None]  # ends all that its kernels wait for
+    behind: Callable[[], float | None]  # since when the device is behind, by the monotonic clock; None: it isn't
+    abort: Callable[[], None]  # aborts the communicators that its kernels wait in
     timeout: float  # seconds that a worker waits for another, anywhere
-    end: Callable[[int], object] = os._exit  # of a process whose host doesn't come back
+    end: Callable[[int], object] = os._exit  # exit code of a process whose host doesn't return from the device
 
     def __post_init__(self) -> None:
-        self._beats: dict[int, tuple[int | None, float]] = {}  # of each worker: the last, and since when
+        self._beats: dict[int, tuple[int | None, float]] = {}  # for each worker: (its last heartbeat, since when)
         self._lost: str | None = None
         self._closed = threading.Event()
         self.heartbeat.listen(self._look)
@@ -183,7 +183,7 @@ class Rescue:
         board = self.heartbeat.board
         self.heartbeat.freed = True
         self._lost = f"worker {board.rank} lost the others: {board.blame() or ALL_LIVE}"
-        # Before the host can come back: its own error then may name whom a kernel left in the middle.
+        # Set before the host can return: its own error might name another worker, in whose message a kernel stopped.
         print(self._lost, file=sys.stderr, flush=True)
 
         def end_if_it_stands() -> None:
