@@ -136,11 +136,11 @@ def train(
     run = Run(folder, seconds)
     for rank in range(size):
         worker = Worker(method, rank, size, folder / "checkpoints", resume=None if resume is None else str(resume))
-        run.start(lambda worker=worker: _disturbed(worker, faults), meeting(rank, size, port))  # type: ignore[misc]
+        run.start(lambda worker=worker: disturbed(worker, faults), meeting(rank, size, port))  # type: ignore[misc]
     return run
 
 
-def _disturbed(worker: Worker, faults: Sequence[Fault]) -> None:
+def disturbed(worker: Worker, faults: Sequence[Fault]) -> None:
     worker.folder.mkdir(parents=True, exist_ok=True)
     for fault in faults:
         fault(worker)

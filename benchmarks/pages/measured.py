@@ -203,6 +203,39 @@ def shares(calm: dict[str, Any], changed: dict[str, Any]) -> list[str]:
     return [percent(share) for share in found]
 
 
+LOST_STAGE = {
+    "another pipeline's longest step beyond its usual one, s": "beyond", "its usual step, s": "usual",
+    "until the lost pipeline's other stage has ended, s": "ended",
+    "until a new pipeline takes part, s": "joined", "steps in which one was missing": "missed",
+}  # fmt: skip
+"""Of `elastic.pipelines`: a number of a loss, or of each other pipeline."""
+
+
+def lost_stages() -> str:
+    rows = result("elastic-pipelines-2-cores.json")["losses"]
+    of_stage = [[row for row in rows if row["stage"] == stage] for stage in sorted({row["stage"] for row in rows})]
+    body = []
+    for what, key in LOST_STAGE.items():
+        numbers = [[one for row in of for one in flat(row[key])] for of in of_stage]
+        body.append([what, *(f"{statistics.median(each):.3g}, {max(each):.3g}" for each in numbers)])
+    number = len(of_stage[0])
+    return markdown(("median, largest", f"first stage killed, {number} times", f"last stage, {number} times"), body)
+
+
+def flat(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def lost_in_storms() -> str:
+    body = []
+    for row in result("elastic-pipelines-2-cores.json")["storms"]:
+        faults = row["storm"]["faults"]
+        body.append([f"{faults['kill']}, {faults['stall']}", *shares(row["calm"], row["storm"])])
+    return markdown(
+        ("stages killed, stalled", "steps in a second, of those of the calm run", "took part", "final loss"), body
+    )
+
+
 HAPPENED = {"kill": "killed", "stall": "stalled", "cut": "cut off", "fallen": "ended for it"}
 
 
@@ -245,7 +278,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
     faults, elastic,
 )  # fmt: skip
-ELASTIC, NOTES = (beside,), (changing, aged, device)
+ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
