@@ -4,7 +4,7 @@ lightning-decentral cuts recipe=gpt strategy.cuts=3
 lightning-decentral plan profile.json --workers 64 --per-node 8
 lightning-decentral rehearse recipe=gpt workers=4,8 --target 1.45
 lightning-decentral topology base_graph --workers 24
-lightning-decentral report outputs/ddp outputs/gossip
+lightning-decentral report outputs/ddp outputs/gossip --plot comparison.png
 lightning-decentral profile recipe=gpt
 lightning-decentral placement hosts.json --topology ring
 lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
