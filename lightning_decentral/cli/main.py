@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from lightning_decentral.cli.console import Parser, quiet, refuse_unwritable
@@ -61,7 +62,8 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
     """Run the command line `lightning-decentral` with this application; `recipes/command.py` is the console script."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
-    parser.set_defaults(application=application, outputs=(), commands=added(parser, arguments))
+    begun = monotonic()  # before a command's imports
+    parser.set_defaults(application=application, outputs=(), begun=begun, commands=added(parser, arguments))
     options = parsed(parser, arguments)
     try:
         refuse_unwritable(options, options.outputs)

@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> None:
         per_node=options.per_node,
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
+        begun=options.begun,
         threads=options.threads,
         device=options.device,
         say=lambda text: say(errors, text),

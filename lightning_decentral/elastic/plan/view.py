@@ -82,7 +82,8 @@ class View:
             "lost": (f"{shown(name)} ({why[name in ended]})" for name in lost),
         }
         texts = [f"; {change}: {', '.join(found)}" for change, names in changes.items() if (found := list(names))]
-        return f"view {self.number}: {len(self.members)} workers from round {self.first_round}{''.join(texts)}"
+        count = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
+        return f"view {self.number}: {count} from round {self.first_round}{''.join(texts)}"
 
 
 @checked

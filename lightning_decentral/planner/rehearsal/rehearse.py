@@ -55,6 +55,7 @@ def rehearse(
     per_node: int = 1,
     clip: float | None = None,
     minutes: float = 10.0,
+    begun: float | None = None,
     threads: int | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
@@ -75,6 +76,7 @@ def rehearse(
         network: network to forecast steps on; by default the profile's.
         clip: the Trainer's `gradient_clip_val`.
         minutes: most minutes of the rehearsal, with fewer steps if necessary. Each method gets a share of the rest.
+        begun: time.monotonic() when the minutes began; by default now.
         threads: most workers whose gradients are computed at the same time, if that is faster and no step draws random
             numbers; None: torch's number of threads, which they share. On a GPU it is one.
         device: "cpu", or "cuda" for the first device that is visible.
@@ -85,7 +87,7 @@ def rehearse(
     """
     _refuse(workers, steps, run_steps, rates, seeds, minutes, threads, device)
     refuse_unpriced(workers, profile, network, per_node)
-    clock, place = Clock(minutes), torch.device(device, 0) if device == "cuda" else CPU
+    clock, place = Clock(minutes, begun), torch.device(device, 0) if device == "cuda" else CPU
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
     evaluation = HeldOutEvaluation(module, held_out(module, given, validation), place, most)
@@ -108,12 +110,12 @@ def rehearse(
 
 
 class Clock:
-    """Clock of the rehearsal's minutes, which begin when it is made."""
+    """Clock of the rehearsal's minutes, which begin when it is made, or began at `begun`."""
 
-    def __init__(self, minutes: float) -> None:
-        self.minutes, self._begun = minutes, monotonic()
+    def __init__(self, minutes: float, begun: float | None = None) -> None:
+        self.minutes, self._begun = minutes, monotonic() if begun is None else begun
         self._expected, self._taken = 0.0, 0.0
-        self._turn, self._ticked = inf, self._begun
+        self._turn, self._ticked = inf, monotonic()
 
     @property
     def rest(self) -> float:

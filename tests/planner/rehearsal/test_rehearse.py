@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -310,6 +311,27 @@ def test_where_no_method_reaches_the_target_the_table_is_shown_and_it_is_an_erro
         "--steps and --minutes"
     )
     assert capsys.readouterr().out.count("not reached in 10") == 2
+
+
+def test_the_minutes_of_the_command_begin_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports, data and the plan that names the methods take of them, too."""
+    assert Clock(10, begun=monotonic() - 9 * 60).rest == pytest.approx(60, abs=5)
+    given: dict[str, Any] = {}
+
+    def first(overrides: list[str]) -> Any:
+        given["reads"] = monotonic()
+        return split(overrides)
+
+    def rehearsal(*_: object, **options: Any) -> None:
+        given.update(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(rehearsing, "split", first)
+    monkeypatch.setattr(rehearsing.rehearsal, "rehearse", rehearsal)
+    start = monotonic()
+    with pytest.raises(SystemExit, match="seen"):
+        cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
+    assert start <= given["begun"] <= given["reads"]
 
 
 def test_a_turn_ends_with_its_share_and_what_was_trained_is_kept() -> None:
