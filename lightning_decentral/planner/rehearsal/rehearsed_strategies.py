@@ -79,7 +79,7 @@ class CutMember(ReplicaMember):
 
     Raises:
         ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
-        forward for a model that can't be cut (with the reason).
+            forward for a model that can't be cut (with the reason).
     """
 
     concurrent: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
