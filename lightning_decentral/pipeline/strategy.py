@@ -55,8 +55,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         activations: `Keep()` them, or `Recompute()` them in the backward pass.
         boundary: how hidden states and their gradients are sent; only `ExactActivations()` is exact.
         replicas: how equal stages of several pipelines train: `AverageGradients()`, or `gossip.GossipReplicas()`.
-        nonfinite: what happens when gradients hold NaN or infinity: "stop" ends the training, "skip" leaves the update
-        out. **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
+        nonfinite: what happens when gradients hold NaN or infinity: "stop" ends the training, "skip" the update.
+        **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
 
     Raises:
         ValueError: unknown options; at set-up, workers that aren't a multiple of the stages, a model that can't be cut.
