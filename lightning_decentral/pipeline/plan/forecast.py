@@ -134,11 +134,16 @@ class Pipelining(Method):
         blocks = setting.model.blocks
         numbered = [at for at, block in enumerate(blocks) if block.name.rpartition(".")[2].isdigit()]
         first, end = (numbered[0], numbered[-1] + 1) if numbered else (0, len(blocks))
-        around = (BlockCost(forward_seconds=sum(one.pass_seconds for one in part), parameter_bytes=_bytes(part))
-                  for part in (blocks[:first], blocks[end:]))  # fmt: skip
-        counts = self.partition.counts(blocks[first:end], *around, self._stages(setting))
+        counts = self.partition.counts(
+            blocks[first:end], _whole(blocks[:first]), _whole(blocks[end:]), self._stages(setting)
+        )
         at = [0, *(first + done for done in accumulate(counts[:-1])), len(blocks)]
         return [blocks[a:b] for a, b in pairwise(at)]
+
+
+def _whole(part: Sequence[BlockCost]) -> BlockCost:
+    """Cost of several blocks that stand on one stage."""
+    return BlockCost(forward_seconds=sum(one.pass_seconds for one in part), parameter_bytes=_bytes(part))
 
 
 def _bytes(part: Sequence[BlockCost]) -> int:
