@@ -100,7 +100,7 @@ def sequences(seed: int, number: int) -> Tensor:
 
 
 class PipelineTell(Tell):
-    """Reports a stage's steps and its validation losses."""
+    """Callback that writes a line for each step of a stage, and for each validated loss."""
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.tell("validated", step=trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
@@ -175,7 +175,7 @@ class Stages:
 
 
 class Pipelines(Run):
-    """`Run` whose workers are pipelines. ended: seconds from the loss of a stage to the end of the others."""
+    """A `Run` whose workers are pipelines. ended: seconds from the loss of a stage to the end of the others."""
 
     def __init__(self, job: Job, place: Here) -> None:
         super().__init__(job, place)
@@ -208,7 +208,7 @@ class Pipelines(Run):
 
 
 def losses(job: Job, place: Here, number: int, seed: int) -> list[Row]:
-    """Kill so many stages, the first and the last stage of a pipeline in turn."""
+    """Kill so many stages, the first and the last one of a pipeline in turn."""
     draw, found = random.Random(seed), []
     with Pipelines(job, place) as run:
         run.until(run.warm)
