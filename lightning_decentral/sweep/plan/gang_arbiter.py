@@ -56,7 +56,7 @@ class GangArbiter(Arbiter):
         cores: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         super().__init__(FIFO(), devices)
-        self.cores, self.opened = cores, math.inf  # when the clock started
+        self.cores, self.opened = dict(cores), math.inf  # when the clock started
         self.pieces, self.measured = Counter[str](), dict[str, tuple[float, ...]]()  # of each worker of a job
         self._given, self._absent, self._crews = given, set(together), dict[str, Crew]()
         self._queue: list[tuple[str, int, int]] = []  # (job, worker, device) of pieces whose gang is complete
