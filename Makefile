@@ -12,12 +12,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix matrix-quick gpu docs clean
 
-# First ddp, then gossip; then both in one table and picture.
+# ddp with AdamW and with Muon, then gossip with Muon, which differs from the second by the strategy alone; a table and a picture.
 demo: DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_ddp hydra.run.dir=$(DEMO)/ddp-adamw
+	$(BIN)/python recipes/train.py experiment=demo_ddp optimizer=muon hydra.run.dir=$(DEMO)/ddp-muon
 	$(BIN)/python recipes/train.py experiment=demo hydra.run.dir=$(DEMO)/gossip-muon
-	$(BIN)/lightning-decentral report $(DEMO)/ddp-adamw $(DEMO)/gossip-muon --plot $(DEMO)/comparison.png
+	$(BIN)/lightning-decentral report $(DEMO)/ddp-adamw $(DEMO)/ddp-muon $(DEMO)/gossip-muon --plot $(DEMO)/comparison.png
 
 demo-pipeline: $(STAMP)
 	$(BIN)/python recipes/train.py experiment=demo_pipeline

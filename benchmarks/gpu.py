@@ -1,4 +1,4 @@
-"""What gossip costs one CUDA device; with a word another question about devices."""
+"""What gossip costs one CUDA device; with an argument another question about devices."""
 
 from common.entry import run
 

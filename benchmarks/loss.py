@@ -1,4 +1,4 @@
-"""Losses and seconds to them, of gossip and of the strongest forms of `ddp`; without a word it lists its commands."""
+"""Losses, and seconds to them, of gossip and the strongest forms of `ddp`; without arguments it lists its commands."""
 
 from common.entry import run
 

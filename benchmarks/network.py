@@ -1,4 +1,4 @@
-"""Seconds on slow networks, measured and predicted; without a word it lists its commands."""
+"""Seconds on slow networks, measured and predicted; without arguments it lists its commands."""
 
 from common.entry import run
 

@@ -1,4 +1,4 @@
-"""Tables of the docs, and Markdown reports of results; without a word it lists its commands."""
+"""Tables of the docs, and Markdown reports of results; without arguments it lists its commands."""
 
 from common.entry import run
 

@@ -1,4 +1,4 @@
-"""The papers' headline numbers on the same work here; without a word all rows."""
+"""The papers' headline numbers on the same work here; without arguments all rows."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What partial backprop saves and what it loses; without a word it lists its commands."""
+"""What partial backprop saves and what it loses; without arguments it lists its commands."""
 
 from common.entry import run
 

@@ -1,4 +1,4 @@
-"""What a token pipeline gains on one machine; with a word another question about pipelines."""
+"""What a token pipeline gains on one machine; with an argument another question about pipelines."""
 
 from common.entry import run
 

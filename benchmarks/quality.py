@@ -1,4 +1,4 @@
-"""Does the mean model under gossip reach what `ddp` reaches at equal steps? With a word another question."""
+"""Does the mean model under gossip reach what `ddp` reaches at equal steps? With an argument another question."""
 
 from common.entry import run
 

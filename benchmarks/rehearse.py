@@ -1,4 +1,4 @@
-"""Rehearsed and simulated runs against real ones, and what they cost; without a word it lists its commands."""
+"""Rehearsed and simulated runs against real ones, and what they cost; without arguments it lists its commands."""
 
 from common.entry import run
 

@@ -1,4 +1,4 @@
-"""Sweeps that share devices; with a word another question about schedules."""
+"""Sweeps that share devices; with an argument another question about schedules."""
 
 from common.entry import run
 

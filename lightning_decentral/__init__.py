@@ -85,7 +85,7 @@ def _register() -> None:
 
 
 def _path(strategy: str, base: str) -> str:
-    """Path of the class, for the Lightning in whose module the base is."""
+    """Return the path of the strategy's class for the Lightning package that has the base class."""
     return f"{REGISTRIES[base.removesuffix('.strategy')]}.{strategy}"
 
 

@@ -31,7 +31,7 @@ def listed(question: str, usual: str | None) -> str:
 
 
 def run(question: str, usual: str | None = None) -> None:
-    """Calls `main()` of the module that the first word names, or of the usual one."""
+    """Calls `main()` of the module that the first argument names, or of the default module."""
     word = sys.argv[1] if sys.argv[1:] else ""
     if word in parts(question):
         sys.argv.pop(1)

@@ -21,7 +21,7 @@ from compared import OTHER, Outcome, markdown, plain, read_differences, read_out
 from swap import STRATEGIES
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-# Where Trainers train; what else says ddp is about flags, devices that aren't here, or DDP's own wrapper.
+# Where Trainers train; other tests named ddp are about flags, devices that aren't here, or DDP's own wrapper.
 FOLDERS = (
     "callbacks checkpointing core loggers loops models overrides plugins profilers strategies trainer tuner utilities"
 )

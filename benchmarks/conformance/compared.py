@@ -1,4 +1,4 @@
-"""What Lightning's tests say under each strategy beside what they say under `ddp`."""
+"""Results of Lightning's tests under each strategy, compared with results under `ddp`."""
 
 import json
 import re

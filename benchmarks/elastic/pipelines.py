@@ -3,8 +3,8 @@
     python benchmarks/elastic.py pipelines                      # three pipelines of two stages: some ten minutes
     python benchmarks/elastic.py pipelines --losses 2 --storms 0
 
-A pipeline is one member of the run. One of its stages is killed (kill -9), the first and the last one in turn, and a
-new pipeline is started as soon as the other stages have ended by themselves, as torchrun does it:
+A pipeline is one member of the run. One of its stages is killed (kill -9), the first and the last one in turn. A new
+pipeline is started when the other stages have ended by themselves; a torchrun of the same host would end them sooner:
 
 losses  `beyond`: the longest step of another pipeline that ends within a second of the kill, or among its next five,
         less its median step, `usual`. `ended`: seconds until the lost pipeline's other stage has ended. `joined`:
@@ -51,7 +51,7 @@ from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import Elastic, GossipReplicas
 from lightning_decentral.pipeline import Given
 
-STAGES, BATCH, ENDING_SECONDS = 2, 8, 60.0
+STAGES, BATCH, ENDING_SECONDS = 2, 8, 15.0
 LENGTH, VOCABULARY = 16, 32
 EPOCH, HELD_OUT = 50, 4
 """Batches of a pipeline in a pass over the data; batches that are validated behind it."""
@@ -100,7 +100,7 @@ def sequences(seed: int, number: int) -> Tensor:
 
 
 class PipelineTell(Tell):
-    """Of a stage: its steps, and the losses that were validated."""
+    """Callback that writes a line for each step of a stage, and for each validated loss."""
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.tell("validated", step=trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
@@ -158,22 +158,28 @@ class Stages:
         for process in self.processes:
             process.join()
 
-    def lose(self) -> float:
-        """Kill that stage; return the seconds until the others have ended by themselves."""
+    def lose(self) -> float | None:
+        """Kill that stage; return the seconds until the others have ended by themselves.
+
+        None where they were still meeting, and would wait for it: they are killed, as by torchrun.
+        """
         began = time.monotonic()
         self.processes[self.struck].kill()
-        for process in self.processes:
-            process.join(ENDING_SECONDS)
-        assert not any(process.is_alive() for process in self.processes), "a stage lives on without the killed one"
+        while not all(process.exitcode is not None for process in self.processes):
+            if time.monotonic() > began + ENDING_SECONDS:
+                self.kill()
+                self.join()
+                return None
+            time.sleep(0.01)
         return time.monotonic() - began
 
 
 class Pipelines(Run):
-    """As `Run`, where a worker is a pipeline. ended: seconds from the loss of a stage to the end of the others."""
+    """A `Run` whose workers are pipelines. ended: seconds from the loss of a stage to the end of the others."""
 
     def __init__(self, job: Job, place: Here) -> None:
         super().__init__(job, place)
-        self.ended: dict[str, float] = {}
+        self.ended: dict[str, float | None] = {}
 
     def begun(self, host: int, job: Job, name: str) -> Any:
         port = find_free_network_port()
@@ -187,8 +193,10 @@ class Pipelines(Run):
 
     def lose(self, name: str) -> float:
         at = time.monotonic()
-        self.ended[name] = self.alive[name].lose()
-        self.alive.pop(name)
+        self.ended[name] = seconds = self.alive.pop(name).lose()
+        if seconds is None:
+            logs = sorted(self.job.folder.glob(f"{name}*.log"))
+            print(f"{name} was meeting: {[log.read_text().strip().rpartition(chr(10))[2] for log in logs]}", flush=True)
         return at
 
     def fallen(self) -> list[str]:
@@ -200,7 +208,7 @@ class Pipelines(Run):
 
 
 def losses(job: Job, place: Here, number: int, seed: int) -> list[Row]:
-    """So many stages killed, the first and the last one of a pipeline in turn."""
+    """Kill so many stages, the first and the last one of a pipeline in turn."""
     draw, found = random.Random(seed), []
     with Pipelines(job, place) as run:
         run.until(run.warm)
@@ -213,6 +221,7 @@ def losses(job: Job, place: Here, number: int, seed: int) -> list[Row]:
             run.until(lambda name=newcomer: len(run.said(name, "step")) > 5)  # type: ignore[misc]
             run.until(lambda at=at: all(run.said(name, "step")[-1]["at"] > at + 1 for name in run.alive))  # type: ignore[misc]
             first, second = run.said(newcomer, "step")[:2]
+            assert run.ended[name] is not None, f"a stage of {name} lives on without stage {stage}"
             row: Row = {
                 "stage": stage,
                 "beyond": [beyond_a_step(took(run.said(other, "step")), at) for other in others],

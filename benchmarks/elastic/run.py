@@ -132,7 +132,7 @@ class Run:
         return at
 
     def lose(self, name: str) -> float:
-        """What a fault takes of this worker; return the time."""
+        """Kill what a fault takes of this worker; return the time."""
         return self.kill(name)
 
     def fallen(self) -> list[str]:

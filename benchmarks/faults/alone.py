@@ -1,4 +1,4 @@
-"""What one worker does alone while all train, and workers that are told of a place that can't be."""
+"""Faults of a single worker while all train, and workers with an impossible rank or world size."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ PLACES: dict[str, dict[str, str]] = {
 
 
 def variables(words: dict[str, str]) -> Fault:
-    """A worker is told something else about where it is."""
+    """A worker has other environment variables than the others."""
     return lambda worker: os.environ.update(words)
 
 

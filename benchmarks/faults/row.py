@@ -55,14 +55,14 @@ class Place:
             run.wait()
             outcome = judged(run, (), lambda: unsound(made))
             assert outcome.kind == GOES_ON, f"without any fault: {outcome}"
-            with suppress(OSError):  # a row beside this one was faster
+            with suppress(OSError):  # another row was faster
                 made.rename(folder)
         return folder
 
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. due: the ends that are right; `run` says how it ended; pattern: what a line must say."""
+    """One fault. due: the ends that are right; `run` says how it ended; pattern: text that a line must have."""
 
     group: str
     fault: str

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from faults import alone, files, places, settings
+from faults import alone, files, pipelines, places, settings
 from faults.kinds import (
     MOMENTS,
     changed,
@@ -107,4 +107,11 @@ def under_rules() -> Iterator[Row]:
 def rows() -> list[Row]:
     """Return the rows of all groups."""
     others = files, settings, places, alone
-    return [*ends(), *stops(), *numbers(), *under_rules(), *(row for module in others for row in module.rows())]
+    return [
+        *ends(),
+        *pipelines.rows(),
+        *stops(),
+        *numbers(),
+        *under_rules(),
+        *(row for module in others for row in module.rows()),
+    ]

@@ -1,4 +1,4 @@
-"""Runs of several workers as processes, each with a hard kill, and what is said of how they ended."""
+"""Runs of several workers as processes, each with a hard kill, and sentences on how they ended."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ GOES_ON, LINE, TRACEBACK, HANGS, CORRUPT = "goes on", "one line", "TRACEBACK", "
 BAD = (TRACEBACK, HANGS, CORRUPT)
 FAR = 10.0  # of a parameter of these models, whose initial values are below one
 
-# What a transport says in its own words, instead of ours or before them.
+# Errors of a transport itself, instead of this package's or before them.
 RAW = (
     r"\.(?:cc|cpp|h):\d+|Exception raised from|^\[[^]]*/[^]]*\]|^Connection (?:closed|reset)|^Broken pipe|^wait timeout"
 )
@@ -74,7 +74,7 @@ class Process:
 
 @dataclass
 class Run:
-    """Workers that run beside each other.
+    """Workers that run at the same time.
 
     Args:
         seconds: after so long whoever still runs hangs.
@@ -136,11 +136,11 @@ def train(
     run = Run(folder, seconds)
     for rank in range(size):
         worker = Worker(method, rank, size, folder / "checkpoints", resume=None if resume is None else str(resume))
-        run.start(lambda worker=worker: _disturbed(worker, faults), meeting(rank, size, port))  # type: ignore[misc]
+        run.start(lambda worker=worker: disturbed(worker, faults), meeting(rank, size, port))  # type: ignore[misc]
     return run
 
 
-def _disturbed(worker: Worker, faults: Sequence[Fault]) -> None:
+def disturbed(worker: Worker, faults: Sequence[Fault]) -> None:
     worker.folder.mkdir(parents=True, exist_ok=True)
     for fault in faults:
         fault(worker)

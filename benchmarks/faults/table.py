@@ -104,8 +104,10 @@ def _forked(row: Row, place: Place, result: Path) -> int:
 
 KINDS = {
     "a worker dies or hangs": ("a worker ends", r"killed|SIGSTOP", "worker 1 killed in a step",
-                               "killed or stopped (SIGSTOP), from before the meeting to the end of the fit"),
-    "a worker raises": ("a worker ends", "raises", "worker 1 raises in a step", "an exception at the same moments"),
+                               "killed or stopped (SIGSTOP), from before the meeting to the end of the fit; elastic "
+                               "pipelines go on"),
+    "a worker raises": ("a worker ends", "raises", "worker 1 raises in a step",
+                        "an exception at the same moments; elastic pipelines go on"),
     "a run is stopped": ("a run is stopped", "", "", "Ctrl-C or SIGTERM at one worker or all: no error, all end"),
     "numbers": ("numbers", "", "nan in a parameter of worker 1 before an update",
                 "NaN, infinity or 1e30 in a parameter or buffer of one worker"),

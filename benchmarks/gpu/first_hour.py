@@ -5,10 +5,10 @@
     make gpu PARTS=devices              two devices and more: NCCL, and a worker that is killed
     python benchmarks/gpu.py first_hour --device cpu    small sizes on a CPU, to try the script itself; writes nothing
 
-Every part is a process of its own with a hard end, and what one prints is kept where the next one fails. What was
-measured stands beside what was predicted; `results/first-hour-<device>.json` holds the parts that ran last.
-It needs torch, lightning, transformers, torchmetrics and networkx (for the tests pytest, pytest-timeout and hypothesis,
-for the rehearsal Hydra), and says what it can't run.
+Every part is a process of its own with a hard end, and what one prints is kept where the next one fails. Measured
+values stand next to predicted ones; `results/first-hour-<device>.json` holds the parts that ran last. It needs torch,
+lightning, transformers, torchmetrics and networkx (for the tests pytest, pytest-timeout and hypothesis, for the
+rehearsal Hydra), and says what it can't run.
 """
 
 import argparse

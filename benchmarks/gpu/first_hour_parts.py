@@ -1,7 +1,7 @@
 """The parts of the first hour on a GPU: each yields rows, and may fail without the others.
 
 Predictions: bytes that must be moved over the rate of a copy, which `facts` measures; counts of the simulated device
-(`gpu.passes`); for the rest what data sheets say of an H100.
+(`gpu.passes`); for the rest an H100's data sheets.
 """
 
 import time
@@ -31,7 +31,7 @@ SHARDED = ("fully_shard",)
 
 
 class Row(NamedTuple):
-    """One line: a number or words, and what was predicted of it."""
+    """One line: a number or text, and its prediction."""
 
     name: str
     value: float | str
@@ -138,7 +138,7 @@ def kernels(device: torch.device) -> Iterator[Row]:
 
 
 def round_(device: torch.device) -> Iterator[Row]:
-    """One round of a worker beside the wire: device time, launches."""
+    """One round of a worker without its messages: device time, launches."""
     rate = copy_rate(device)
     for codec, heard, passes in ((Plain(), 1, 5.0), (Plain(), 2, 6.0), (Int8(), 1, 10.5)):
         for whole, buckets in ((2**26, 1), (2**26, 8), (2**32, 4)):
@@ -212,7 +212,7 @@ def devices(device: torch.device) -> Iterator[Row]:
 
 
 def spilled(device: torch.device) -> Iterator[Row]:
-    """A model within a part of the device's memory, beside the plain run: seconds of a step, peak."""
+    """A model within a part of the device's memory, compared with the plain run: seconds of a step, peak."""
     from gpu.first_hour_worker import spilled_step
 
     up, _ = link_rates(device)

@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def killed(case: str, device: str, backend: str, folder: str) -> None:
-    """Rank 0 says how long after the kill it ended, and by what words."""
+    """Rank 0 reports how long after the kill it ended, and by what error."""
     loader = batches(SMALL, 4, 400)
     trainer = trainer_of(case, device, backend, folder, 400, {"callbacks": [KillOne()], "limit_val_batches": 0})
 
@@ -171,7 +171,7 @@ def spilled_step(device: torch.device, update: str) -> tuple[float, int, int, in
 
 def rehearsed(config: dict[str, int], device: str, steps: int) -> tuple[list[float], float]:
     """([loss of each method in the end], seconds of it all) of four workers."""
-    from common import from_checkout  # noqa: F401  # words of methods are composed from conf
+    from common import from_checkout  # noqa: F401  # overrides of methods are composed from conf
     from lightning_decentral.planner.rehearsal import rehearse
 
     methods = ("strategy=compressed", "strategy=gossip strategy/codec=int8")  # and ddp

@@ -1,11 +1,12 @@
-"""What a round of gossip costs a device beside the wire: passes over the parameters, and kernels.
+"""Costs of a round of gossip on a device, without its messages: passes over the parameters, and kernels.
 
     python benchmarks/gpu.py passes
 
-Also what averaging gradients costs. One worker hears one neighbour or two, delay 1. Its device is the simulated one of
-the tests, so that the operations are those of a device; a dispatch mode counts them. A pass reads or writes as many
-bytes as the parameters have; what an operation reads twice from one place counts once. Views and allocations launch
-nothing. After `WARM_UP` rounds, between those in which a codec measures its error; the wire's own copies are left out.
+Also what averaging gradients costs. One worker receives from one neighbour or two, delay 1. Its device is the simulated
+one of the tests, so that the operations are those of a device; a dispatch mode counts them. A pass reads or writes as
+many bytes as the parameters have; what an operation reads twice from one place counts once. Views and allocations
+launch nothing. After `WARM_UP` rounds, between those in which a codec measures its error; the wire's own copies are
+left out.
 
 An operation is in the training's way if it runs on the stream on which the training computes.
 """
@@ -125,7 +126,7 @@ def cost(codec: Codec, neighbours: int = 1, buckets: int = 4) -> Cost:
     with ExitStack() as stack:
         stack.enter_context(simulated.device(seed=0))
         flat = torch.randn(ELEMENTS).to(CUDA)
-        echo = Uncounted(1 << neighbours)  # on the exponential graph of 2^k workers each hears k
+        echo = Uncounted(1 << neighbours)  # on the exponential graph of 2^k workers each receives from k
         exchange = overlapped(PeerExchange(Exponential(), Own(), echo, CUDA, codec), CUDA, 1)
         mixer = Mixer([LooseBucket(part) for part in flat.chunk(buckets)], Gossip(), exchange, 1)
         for _ in range(WARM_UP):

@@ -6,7 +6,7 @@ Binding: seconds per step of a GPT and a ResNet recipe in bf16, one worker under
 in turns within one run; a ratio is that of medians over the turns. A single worker has nobody to talk to, so this is
 what the strategy itself adds to a step.
 
-Codecs: gigabytes of message encoded and decoded per second beside those that a copy on the device moves.
+Codecs: gigabytes of message encoded and decoded per second, compared with a copy on the device.
 
 Staging: two workers as threads share the device and exchange through pinned host memory, as gossip does over gloo.
 Device seconds of computing alone, of the exchange alone, and of an exchange that is launched before the computation and
@@ -108,7 +108,7 @@ def binding(work: Work, turns: int, steps: int, device: torch.device) -> dict[st
 
 
 def codecs(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
-    """Gigabytes of message per second, there (`send`) and back (`hear`); `copy` reads and writes each byte once."""
+    """Gigabytes of message per second, encoded (`send`) and decoded (`hear`); `copy` reads and writes bytes once."""
     found = codec.measure(elements, turns, device)
     gigabytes = found["bytes plain"] / 1e9
     rates = {

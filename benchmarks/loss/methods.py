@@ -91,7 +91,8 @@ def best(runs: dict[str, float]) -> dict[str, tuple[float, float, float]]:
 
 
 def tuned(runs: dict[str, Any]) -> dict[str, list[str]]:
-    """{method: words of its best rate and momentum}; what wasn't tuned takes those of the same method without a hook.
+    """{method: overrides of its best rate and momentum}; what wasn't tuned takes those of the same method without a
+    hook.
 
     Raises:
         ValueError: of a method a part of the grid has run.

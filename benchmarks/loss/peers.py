@@ -1,7 +1,7 @@
 """Other packages as methods of `loss/per_second.py`, in the same processes: torchft's DiLoCo, decent-dp.
 
-A word of a method says which: `peer=torchft` with `strategy._target_=loss.peers.Apart`, or `peer=decent_dp`. The rest
-of its words are Hydra's: optimizer, rate, schedule and clipping are those of every other method.
+An argument of a method names the peer: `peer=torchft` with `strategy._target_=loss.peers.Apart`, or `peer=decent_dp`.
+The rest of its arguments are Hydra's: optimizer, rate, schedule and clipping are those of every other method.
 """
 
 import os

@@ -9,10 +9,10 @@ A step is timed at each rate, over some tens of steps. Seconds to a loss are the
 are each method's best on one grid (`loss/tuning.py`), by seed 0; with the half-precision hook those without it, shared
 out Muon those of the same without. `sympy` has those of `gpt`, and `larger-gpt` where its own grid has none.
 `--schedules` trains in other numbers of steps, which its cosine ends with: ours are cheap, and may end lower and still
-be sooner.
+be faster to a loss.
 
 Writes `results/loss-per-second-<hardware>.json`; what is in it isn't measured again. Timing needs root
-and iproute2; `--rates` and `--seeds` without a word leave that part out. `--tables` writes the page again.
+and iproute2; `--rates` and `--seeds` without values leave that part out. `--tables` writes the page again.
 """
 
 import argparse

@@ -64,7 +64,7 @@ def rehearsed(recipe: Recipe, words: list[str], hosts: int, seed: int) -> dict[s
 
 
 def _strategy(words: list[str]) -> list[str]:
-    """Hydra's words, those of torchft's as our own."""
+    """Hydra's overrides, torchft's translated to ours."""
     kept = [word for word in words if not word.startswith(OWN)]
     if "peer=torchft" not in words:
         return kept

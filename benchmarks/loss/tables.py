@@ -1,4 +1,4 @@
-"""The page of `loss/per_second.py`: losses, seconds per step, and how many times sooner each method is at a loss."""
+"""The page of `loss/per_second.py`: losses, seconds per step, and how many times faster each method reaches a loss."""
 
 import re
 import statistics
@@ -88,7 +88,7 @@ class Table:
         return (of or self.own).steps(method, loss)
 
     def sooner(self, method: str, peer: str, rate: str, of: Trained | None = None) -> str:
-        """Times sooner than the peer at the loss that it has in the end.
+        """Speed-up over the peer in the time to the peer's final loss.
 
         Where `of` is another schedule, than the peer in that of its own that is there first.
         """
@@ -119,7 +119,7 @@ class Table:
         return rows
 
     def to_the_loss_of(self, peer: str) -> list[list[str]]:
-        """Steps to the peer's last loss, and times sooner than the peer, by rate."""
+        """Steps to the peer's final loss, and speed-up over the peer, by rate."""
         head = ["method", f"steps to {self.last(peer):.3f}", *self.rates]
         rows = [head, ["---"] * len(head)]
         for method in self.methods:
@@ -131,7 +131,7 @@ class Table:
         return rows
 
     def against_each_peer(self) -> list[list[str]]:
-        """The soonest of ours at the loss that each peer has in the end.
+        """The fastest of our methods to each peer's final loss.
 
         In as many steps of as many tokens, with another schedule, or in batches of another size.
         """
@@ -155,7 +155,7 @@ class Table:
     def at_each_loss(self) -> list[list[str]]:
         """Seconds to the losses that `ddp` and its strongest form end at in batches of either size.
 
-        The soonest peer and the soonest of ours, each in either size and with every schedule that was tried.
+        The fastest peer and the fastest of our methods, with both batch sizes and all schedules that were tried.
         """
         everywhere = (self.own, *self.schedules, *self.others)
         ends = [(runs, peer) for runs in (self.own, *self.others[:1]) for peer in (self.peers[0], STRONGEST)]

@@ -3,12 +3,12 @@
     nice python benchmarks/loss.py variants --jobs 2          # about half an hour on two cores; a busy machine will do
 
 States: Muon's momentum travels or stays, eight and four workers of `gpt`. Rounds: outer rounds of four bits, by
-topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet` beside AdamW. Batches: rates and momenta
+topology, outer rate and exact steps. Digits: Muon's rate on `vit` and `resnet`, with AdamW. Batches: rates and momenta
 of `gpt` in batches of 1,024 tokens. Accumulating: those of `ddp` with Muon in four batches an update. Blocking: whole
 runs of `gpt` with rounds that are waited for; three seeds on eight workers, of `ddp`, too. Graphs: whole runs on four
 workers by graph, overlapped and not, down to the mean of all after each step, of which there are three seeds. Warm-ups:
-whole runs with momentum that rises. One seed each where nothing else is said, with the bits of so many processes.
-Losses are those of the mean of the workers' models on the test examples.
+whole runs with momentum that rises. One seed each by default, with results equal bit for bit to those of as many
+processes. Losses are those of the mean of the workers' models on the test examples.
 
 Writes `results/variants-<hardware>.json`; finished runs are kept in it, and `hardware` is that of the first ones.
 """
@@ -139,7 +139,7 @@ def graphs() -> dict[str, Variant]:
         words = [*own[way], f"strategy/topology={graph}", f"strategy.delay={delay}"]
         found[f"graphs, {graph}, delay {delay}, {way}"] = Variant(words, steps=1080)
     found["graphs, ring, delay 1, own"] = Variant([*own["own"], "strategy/topology=ring"], steps=1080)
-    for seed in (1, 2):  # of what comes nearest, beside `ddp`
+    for seed in (1, 2):  # of the nearest variants, next to `ddp`
         for name in ("graphs, ddp", "graphs, complete, delay 0, own"):
             found[f"{name}, seed {seed}"] = found[name]._replace(seed=seed)
     return found

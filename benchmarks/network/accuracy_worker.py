@@ -96,7 +96,7 @@ OWN = ("hook=", "accumulate=", "peer=")
 
 
 def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) -> tuple[Trainer, Learner, Loaders]:
-    """One method on all workers: Hydra's words, and `hook=NAME`, `accumulate=BATCHES` of an update, `peer=NAME`.
+    """One method on all workers: Hydra's overrides, and `hook=NAME`, `accumulate=BATCHES` of an update, `peer=NAME`.
 
     A step is a batch of each worker, of which an update may take several.
     """

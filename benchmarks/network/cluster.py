@@ -120,7 +120,7 @@ class Cluster:
                 raise ClusterError(f"tc refuses the rate {rate!r}, give one like 200mbit or 1gbit: {error}") from None
 
     def limit(self, rate: str) -> None:
-        """Give every link another rate, in tc's words: 200mbit, 1gbit."""
+        """Give every link another rate, in tc's notation: 200mbit, 1gbit."""
         for index in range(self.hosts):
             self._limit(index, rate)
 
@@ -141,7 +141,7 @@ class Cluster:
     ) -> list[int]:
         """Run the command on every host; returns their exit codes.
 
-        Where one fails the others get a little time to say what they miss, then they are ended, as all are after
+        If one fails the others get a little time to report an error, then they are ended, as all are after
         `seconds` and on Ctrl-C. No process outlives this call.
         """
         processes, shown = [], []
@@ -165,7 +165,7 @@ class Cluster:
             for process in processes:
                 _end(process)
         codes = [process.wait() for process in processes]
-        for thread in shown:  # what a host said last; not for ever, as what it started may hold the pipe
+        for thread in shown:  # a host's last output; not for ever, as a process that it started may hold the pipe
             thread.join(5)
         return codes
 

@@ -11,8 +11,8 @@ seconds. A megabyte is 10^6 bytes of the message as it is.
 
     break-even rate = 8 (bytes plain - bytes encoded) / (seconds to send + seconds to hear)
 
-On a link slower than that, encoding saves more than it costs even where nothing overlaps; above, messages as they are
-arrive sooner. Writes `results/codec-<hardware>.json`, which holds every turn.
+On a link slower than that, encoding saves more than it costs even where nothing overlaps; above, plain messages arrive
+earlier. Writes `results/codec-<hardware>.json`, which holds every turn.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def seconds(call: Callable[[], None], device: torch.device) -> float:
 
 
 def measure(elements: int, turns: int, device: torch.device) -> dict[str, Any]:
-    """Every codec `turns` times, in turn, after two that don't count; the copy of the message beside them."""
+    """Every codec `turns` times, in turn, after two that don't count; and a copy of the message."""
     weights = torch.randn(elements, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(device)
     rounds = {repr(codec): Round(codec, weights) for codec in CODECS}
     rows: dict[str, dict[str, list[float]]] = {name: {"send": [], "hear": []} for name in [*rounds, "copy"]}

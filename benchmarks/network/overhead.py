@@ -9,7 +9,7 @@ this is the worst case for gossip and for ddp alike, and says nothing about a ne
 
 Memory beyond the model is the resident memory of worker 0 after a step, less that of the same worker in the same run
 that exchanges nothing (`Every(1000, ...)`), in units of the parameters' bytes. With one peer and delay 1 it should be
-2: the message sent and the message heard. ddp's own copy (its gradient buckets) is measured in the same way.
+2: the message sent and the message received. ddp's own copy (its gradient buckets) is measured in the same way.
 """
 
 import argparse

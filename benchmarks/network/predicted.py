@@ -4,10 +4,10 @@
     sudo python benchmarks/network.py predicted --hosts 8
 
 Measures the network of the hosts as a user would (`python -m lightning_decentral.cli.network` on all), a step of the
-sleeping model on hosts that train by themselves, and what rounds of gossip take the hosts beside the network, a
-sleep between two as long as a step's; puts all into a profile, and asks the forecasts that `lightning-decentral plan`
-asks. What was measured comes from `network/speed.py`'s results with as many hosts at the same rates; where it has none
-for a setting, that is left out. Writes `results/predicted-<hardware>.json` and `.png`.
+sleeping model on hosts that train by themselves, and what rounds of gossip cost the hosts without the network, with a
+step's sleep between two; puts all into a profile, and asks the forecasts that `lightning-decentral plan` asks. What was
+measured comes from `network/speed.py`'s results with as many hosts at the same rates; where it has none for a setting,
+that is left out. Writes `results/predicted-<hardware>.json` and `.png`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The tables of docs/choosing.md, from the results beside this file; a test holds the page to them.
+"""The tables of docs/choosing.md, from the results in this repository; a test compares the page with them.
 
     python benchmarks/pages.py choosing
 

@@ -79,7 +79,7 @@ def forecasts() -> str:
 
 
 def pipeline() -> str:
-    """Times one process in seconds, beside the bound 2 S / (S + 1)."""
+    """Times one process in seconds, compared with the bound 2 S / (S + 1)."""
     found = result("token-pipeline-width-512-length-2048-2-cores.json")["stages"][0]["rows"]
     seconds = {name: statistics.median(row[name]["seconds"] for row in found) for name in ("alone 1", *SLICES)}
     body = [[name, f"{bound(name):.2f}", f"{seconds['alone 1'] / seconds[name]:.2f}"] for name in SLICES]
@@ -160,9 +160,9 @@ def beside() -> str:
         ["minutes of the storm, faults", *(
             f"{one['storm']['seconds'] / 60:.0f}, {sum(of.values())}" for one, of in zip(rows, faults, strict=True)
         )],
-        ["steps in a second, of those without faults", *(percent(one["share"]) for one in rows)],
+        ["steps per second over those without faults", *(percent(one["share"]) for one in rows)],
         ["workers that took part", *(percent(one["storm"]["participation"]) for one in rows)],
-        ["final loss, of that without faults", *(percent(one["storm"]["loss"] / one["calm"]["loss"]) for one in rows)],
+        ["final loss over that without faults", *(percent(one["storm"]["loss"] / one["calm"]["loss"]) for one in rows)],
     ]  # fmt: skip
     return markdown(("one of 4 killed; a storm", *ORDERS), body)
 
@@ -203,6 +203,39 @@ def shares(calm: dict[str, Any], changed: dict[str, Any]) -> list[str]:
     return [percent(share) for share in found]
 
 
+LOST_STAGE = {
+    "another pipeline's longest step beyond its usual one, s": "beyond", "its usual step, s": "usual",
+    "until the lost pipeline's other stage has ended, s": "ended",
+    "until a new pipeline takes part, s": "joined", "steps in which one was missing": "missed",
+}  # fmt: skip
+"""Of `elastic.pipelines`: a number of a loss, or of each other pipeline."""
+
+
+def lost_stages() -> str:
+    rows = result("elastic-pipelines-2-cores.json")["losses"]
+    of_stage = [[row for row in rows if row["stage"] == stage] for stage in sorted({row["stage"] for row in rows})]
+    body = []
+    for what, key in LOST_STAGE.items():
+        numbers = [[one for row in of for one in flat(row[key])] for of in of_stage]
+        body.append([what, *(f"{statistics.median(each):.3g}, {max(each):.3g}" for each in numbers)])
+    number = len(of_stage[0])
+    return markdown(("median, largest", f"first stage killed, {number} times", f"last stage, {number} times"), body)
+
+
+def flat(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def lost_in_storms() -> str:
+    body = []
+    for row in result("elastic-pipelines-2-cores.json")["storms"]:
+        faults = row["storm"]["faults"]
+        body.append([f"{faults['kill']}, {faults['stall']}", *shares(row["calm"], row["storm"])])
+    return markdown(
+        ("stages killed, stalled", "steps in a second, of those of the calm run", "took part", "final loss"), body
+    )
+
+
 HAPPENED = {"kill": "killed", "stall": "stalled", "cut": "cut off", "fallen": "ended for it"}
 
 
@@ -210,10 +243,10 @@ def stormy(found: dict[str, Any]) -> list[list[str]]:
     storm, settings = found["rows"], found["settings"]
     faults = ", ".join(f"{number} {HAPPENED[kind]}" for kind, number in storm["storm"]["faults"].items())
     return [
-        [f"{faults} ({settings['faults_per_hour']:.0f} an hour)", "steps in a second, of those without faults",
+        [f"{faults} ({settings['faults_per_hour']:.0f} an hour)", "steps per second over those without faults",
          f"{100 * storm['share']:.1f} %"],
         ["", "workers that took part", f"{100 * storm['storm']['participation']:.1f} %"],
-        ["", "final loss, of that without faults", f"{100 * storm['storm']['loss'] / storm['calm']['loss']:.1f} %"],
+        ["", "final loss over that without faults", f"{100 * storm['storm']['loss'] / storm['calm']['loss']:.1f} %"],
     ]  # fmt: skip
 
 
@@ -245,7 +278,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
     faults, elastic,
 )  # fmt: skip
-ELASTIC, NOTES = (beside,), (changing, aged, device)
+ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:

@@ -60,7 +60,7 @@ def contradictions() -> str:
 
 
 def notes() -> str:
-    """Return the page beside the results: what each row assumes, and what isn't compared."""
+    """Return the page in the folder of the results: what each row assumes, and what isn't compared."""
     blocks = []
     for found in results():
         lines = [f"**Headline.** {found['headline']}.", *found["assumptions"]]

@@ -180,16 +180,14 @@ def ours(setting: Setting) -> Setting:
 
 def gains(of: Setting) -> dict[str, float]:
     return {
-        "times faster than Megatron placed by chance": of.megatron_by_chance / of.scheduled,
+        "times faster than Megatron by chance": of.megatron_by_chance / of.scheduled,
         "of these by placement": of.by_chance / of.scheduled,
         "of these by messages that overlap": of.megatron_by_chance / of.by_chance,
     }
 
 
 def compared() -> list[Compared]:
-    found = [
-        (f"{what}, {HEADLINE.name}", theirs, gains(ours(HEADLINE))[what]) for what, theirs in gains(HEADLINE).items()
-    ]
+    found = [(what, theirs, gains(ours(HEADLINE))[what]) for what, theirs in gains(HEADLINE).items()]
     for one in SETTINGS:
         found += [
             (f"{one.name}: placed, s", one.scheduled, ours(one).scheduled),
@@ -212,7 +210,8 @@ def row() -> Row:
         kind="simulated devices",
         assumptions=(
             "Delays, rates, models, batches and the cost of data parallelism are the authors'. So are the seconds that "
-            "ours are compared with, means of three seeds in their repository.",
+            "ours are compared with, means of three seeds in their repository; the first three ratios are of 40 layers "
+            "and 4,096 sequences.",
             "A V100 reaches 46 TFLOPS, their best in one data center; a backward runs its forward again.",
             "A link carries one message at a time in each direction. A delay is hidden behind the next message; in "
             "Megatron's place stand pipelines in which the next message waits for it.",

@@ -1,4 +1,4 @@
-"""Every row of "Against the papers" that is computed; those that are measured run by their own word only.
+"""Every row of "Against the papers" that is computed; measured rows run only if an argument names them.
 
     python benchmarks/papers.py              # all computed rows
     python benchmarks/papers.py terapipe     # one row

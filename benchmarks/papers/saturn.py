@@ -29,7 +29,7 @@ LINKS = {"NVSwitch": 235e9, "PCIe": 12e9}
 
 @dataclass(frozen=True)
 class Model:
-    """A job: `lost` is what a pass costs beside its sequences, in sequences."""
+    """A job: `lost`: what a pass costs in addition to its sequences, in sequences."""
 
     parameters: float
     batch: int

@@ -1,7 +1,7 @@
 """Decentralized Adam-type steps that average in every p-th step only: the error falls with the number of workers.
 
 The problem of `pushsum.py` on a ring, every worker with its own Adam whose direction takes the gradient's place.
-RandomTMA (2305.09887), 2.31 x sooner than the fastest of its peers, has no row: it trains graph networks on random
+RandomTMA (2305.09887), 2.31 x faster than the fastest of its peers, has no row: it trains graph networks on random
 parts of a graph, and the package has neither such networks nor such data.
 
 Source: Gao and Huang, adaptive serverless learning, 2008.10422.

@@ -1,8 +1,8 @@
 """Structured partial backpropagation: bandwidth, compute and memory by depth from the package's plan, and its quality.
 
-Costs are `partial.plan.cost`'s for equal blocks and for measured profiles of a ResNet and a GPT, beside what one run
-measured by depth. Quality comes from committed trainings (`partial.py accuracy`): three seeds, two workers, depth for
-depth the same batches. Source: Kumar et al. 2111.10672.
+Costs are `partial.plan.cost`'s for equal blocks and for measured profiles of a ResNet and a GPT, compared with what one
+run measured by depth. Quality comes from committed trainings (`partial.py accuracy`): three seeds, two workers, depth
+for depth the same batches. Source: Kumar et al. 2111.10672.
 """
 
 import json

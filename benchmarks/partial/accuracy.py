@@ -64,7 +64,7 @@ def compute(fraction: float, warm_up: float = 0.0) -> float:
 
 
 class Variant(NamedTuple):
-    """One row: words of the command line, steps, compute of a mean step against ddp's, factor of the learning rate."""
+    """One row: overrides, steps, compute of a mean step over that of ddp, factor of the learning rate."""
 
     words: list[str]
     steps: int

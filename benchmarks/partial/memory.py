@@ -1,4 +1,5 @@
-"""Memory of fine-tuning policies: what a step holds beside the parameters, for depths, LISA and block coordinates.
+"""Memory of fine-tuning policies: what a step holds in addition to the parameters, for depths, LISA and block
+coordinates.
 
     python benchmarks/partial.py memory     # seconds
 

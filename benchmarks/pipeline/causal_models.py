@@ -27,7 +27,7 @@ COMPLETED = {
 
 HEAD = """# Causal models that are sliced
 
-What a small copy of each class of `transformers` {version} showed, with the class's default configuration, by
+Results for a small copy of each class of `transformers` {version}, with the class's default configuration, by
 `python benchmarks/pipeline.py causal_models`. At set-up the same is done with the configuration of your model, which
 decides. A copy of few layers and small widths must have the same loss and gradients cut in three stages and three
 slices as whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
@@ -54,7 +54,7 @@ def tried(name: str) -> tuple[str, str, TrialOutcome]:
 
 
 def cells(verdict: TrialOutcome, routed: bool) -> Iterator[str]:
-    assert RIGHT not in verdict.refused  # a column that would say yes of all
+    assert RIGHT not in verdict.refused  # a column with yes in all rows
     for form in (LEFT, PACKING):
         yield "refused" if form in verdict.refused else "yes"
     yield "refused" if ROUTING in verdict.refused else "yes" if routed else "-"

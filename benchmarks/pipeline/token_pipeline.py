@@ -2,15 +2,15 @@
 
     python benchmarks/pipeline.py
 
-Two processes of one thread each; GPT-2 over bytes, of the size that the options say. In every turn all variants take
+Two processes of one thread each; GPT-2 over bytes, of the size given by the options. In every turn all variants take
 two steps each, of which the second counts, as in training a step follows one like it; and worker 0 takes the same steps
 of the whole model alone, while worker 1 waits. They begin when the machine does nothing else, and are taken again where
 other work took a tenth of a core or more meanwhile, four times at most. A ratio is that of medians over the turns in
 which it took less, or over the half in which it took least (the system's work for our own messages is in there, too).
 All processes keep the memory that they free.
 
-A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore the same is told
-once more in processor time, which waiting doesn't add to: "replayed" is the timeline of the real step with the measured
+A pipeline of two needs two free cores at once, so on a busy machine its seconds say little. Therefore results are also
+given in processor time, which doesn't include waiting: "replayed" is the timeline of the real step with the measured
 processor seconds of each action, against the whole model's. And where the rest of the bound 2 S / (S + 1) goes:
 "slicing" is what all slices cost on both stages against the whole model alone, "unevenness" what the slower stage costs
 against the mean, "seconds / replayed" what messages, waiting and other work on the machine add. "predicted" is the
@@ -50,7 +50,7 @@ from lightning_decentral.pipeline.plan.schedule import forecast, in_flight
 from lightning_decentral.pipeline.plan.slicing import equal
 from lightning_decentral.pipeline.wire.slice_planner import profile
 from lightning_decentral.shared.wire.objects import gather_objects
-from pipeline.stages import STAGES, Bench, Size, Step, Taken, saved_bytes
+from pipeline.stages import PATIENCE_SECONDS, STAGES, Bench, Size, Step, Taken, saved_bytes
 
 BATCHES = (1, 2, 8)
 KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -62,7 +62,7 @@ BALANCED = (8, 16)
 def work(rank: int, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port))
-    bench, length = Bench(rank, Size.of(options)), options.length
+    bench, length = Bench(rank, Size.of(options), options.patience), options.length
     order, began = OneForwardOneBackward(), time.perf_counter()
     mine, disturbance = bench.undisturbed(lambda: profile(bench.pipe(order), Call(bench.ids(1))))
     profiles = gather_objects(bench.over, mine)
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--equal", type=int, nargs="+", default=[1, 2, 4, 6, 8, 12, 16], help="numbers of equal slices")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="what autograd holds")
     Size.options(parser)
+    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="seconds; 0: on a busy machine")
     parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where results go")
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""How far apart are the workers of a healthy gossip run, and how much worse is one worker's own model than their mean?
+"""How far from each other are the workers of a healthy gossip run, and how much worse is one worker's own model than
+their mean?
 
     python benchmarks/quality.py consensus
 

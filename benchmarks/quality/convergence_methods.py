@@ -32,7 +32,7 @@ WORKERS = 16
 
 @dataclass(frozen=True)
 class Alone(Topology):
-    """W = I: nobody hears anybody. No topology for training together, so the strategy refuses it."""
+    """W = I: nobody receives anything. No topology for training together, so the strategy refuses it."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return ()

@@ -3,8 +3,8 @@
     python benchmarks/quality.py small_models          # about 10 minutes on two cores
 
 A perceptron and a convolutional network on scikit-learn's digits, at a constant rate, on four CPU workers, each run
-in a Trainer with the optimizer as the hint of a strategy's start has it to paste: heads that their name doesn't tell
-count as hidden. In the end, loss and accuracy of the mean model on the 597 images that nobody trains on. Writes
+in a Trainer with the optimizer as the hint of a strategy's start has it to paste: heads without a known name count as
+hidden layers. In the end, loss and accuracy of the mean model on the 597 images that nobody trains on. Writes
 `results/small-models-<hardware>.json`; finished runs are kept in it, so that a broken-off benchmark goes on.
 """
 

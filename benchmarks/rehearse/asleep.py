@@ -2,7 +2,7 @@
 
 A step's passes are a sleep (`network/asleep.py`), so that hosts don't take turns on the processors that they share, as
 they do where they compute; parameters, messages, codecs, Lightning's loop and the network are as in a run. The profile
-of a recipe holds the sleep, what the loop takes the processor beside it, and rounds of gossip as a host measures them
+of a recipe holds the sleep, the loop's processor time without it, and rounds of gossip as a host measures them
 while all others train. It is made on as many hosts as the run has, with the network at each rate.
 """
 

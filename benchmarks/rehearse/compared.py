@@ -101,7 +101,7 @@ def real_runs(place: Place, kept: dict[str, Any]) -> dict[str, list[Point]]:
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how many seconds and steps are right, in how many settings the best is the best, how many pairs are in
     order.
-    Pairs are counted twice: all, and those that are as far apart as a setting's two best have to be."""
+    Pairs are counted twice: all, and those with as large a difference as a setting's two best must have."""
     found = {"settings": 0, "clear": 0, "best_right": 0, "pairs": 0, "pairs_right": 0, "apart": 0, "apart_right": 0}
     for setting in dict.fromkeys((row["place"], row["rate"], row["target"]) for row in rows):
         here = [row for row in rows if (row["place"], row["rate"], row["target"]) == setting]
@@ -159,7 +159,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def compare_asleep() -> None:
-    """Seconds with simulated accelerators; losses by steps are those of `rehearse/compared.py` without a word."""
+    """Seconds with simulated accelerators; losses by steps are those of `rehearse/compared.py` without arguments."""
     path = RESULTS / f"rehearsed-asleep-{slug()}.json"
     losses = {what: read(RESULTS / f"rehearsed-{slug()}.json")[what] for what in ("curves", "real_curves")}
     kept = read(path)

@@ -1,4 +1,4 @@
-"""What a rehearsal computes beside what its gradients need.
+"""Seconds of a rehearsal beyond those that its gradients need.
 
     python benchmarks/rehearse.py cost   # two minutes
 

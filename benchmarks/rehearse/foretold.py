@@ -8,7 +8,7 @@ Beyond: every committed curve of `loss/per_second.py` is cut off after 0.3, 0.4,
 loss that it has 1.1 to 1.5 times as far are extrapolated as a rehearsal does.
 
 Noise: `ddp` is rehearsed on 2 to 16 workers, `gpt` with AdamW and `vit` with its own optimizer. The noise scale of the
-gradients on two workers foretells the ratio of the steps to a loss; the rehearsals on more workers say what it is.
+gradients on two workers predicts the ratio of the steps to a loss; rehearsals on more workers measure it.
 
 Apart: what the disagreement of gossip's workers costs after 44 of 300 steps, while learning rates are high, under
 several methods on 4 and 8 workers. The probe of the first one, on 4 workers, foretells it for all.

@@ -1,4 +1,4 @@
-"""A rehearsal's processor time beside that of the forwards and backwards in it.
+"""A rehearsal's processor time, compared with that of its forwards and backwards.
 
     python benchmarks/rehearse.py gradients counted.json rehearse recipe=gpt workers=4 --target 2.2
 

@@ -186,7 +186,7 @@ def in_launches(place: Place, done: dict[str, Any], methods: Mapping[str, list[s
 
 
 def profiled_with() -> dict[str, list[str]]:
-    """{recipe and optimizer: words}, each once."""
+    """{recipe and optimizer: overrides}, each once."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(place.recipe for place in PLACES):
         for words in METHODS_HERE.values():

@@ -212,7 +212,7 @@ LAUNCHERS = {
 
 
 def trained() -> dict[str, Any]:
-    """Six members of the recipe, each launcher, whole commands with their start; the shared one's devices beside it."""
+    """Six members of the recipe, each launcher, whole commands with their start; the shared launcher by devices."""
     rows: dict[str, Any] = {}
     for name, launcher in LAUNCHERS.items():
         if "joblib" in name and find_spec("hydra_plugins.hydra_joblib_launcher") is None:

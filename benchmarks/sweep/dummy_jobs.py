@@ -141,7 +141,7 @@ class _Run:
         return time.perf_counter() - self._began
 
     def _happen(self) -> None:
-        """Wait for the next event, tell the dispatch all there are."""
+        """Wait for the next event, and give the dispatch all events so far."""
         wait = max(0.0, self._timers[0][0] - self._now()) if self._timers else None
         for key, _ in self._selector.select(wait):
             self._answer(key.data)

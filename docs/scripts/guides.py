@@ -128,8 +128,8 @@ def when(fault: str) -> str:
 
 def fabric() -> Any:
     """Two workers that accumulate two batches: a round begins at `optimizer.step()` and hides behind both."""
-    compute, heard = np.full((3, 2), 2.0), [Round(np.array([[0, 1], [1, 0]]), ())]
-    spans = run(step_tasks(compute, [np.full(2, 1.4)], heard, 1, [np.full(2, 0.2)]))
+    compute, rounds = np.full((3, 2), 2.0), [Round(np.array([[0, 1], [1, 0]]), ())]
+    spans = run(step_tasks(compute, [np.full(2, 1.4)], rounds, 1, [np.full(2, 0.2)]))
     figure = new_figure(9, 2.2)
     axes = figure.subplots()
     for name, span in spans.items():

@@ -44,7 +44,7 @@ SAME = {"svg.hashsalt": "lightning-decentral", "svg.fonttype": "none"}
 
 
 def neighbours() -> Any:
-    """Who hears whom: eight workers, a column for each step; a line leads from who sends to who hears."""
+    """Which worker receives from which: eight workers, a column for each step; lines lead to receivers."""
     graphs: Sequence[Topology] = (Ring(), OnePeerExponential(), Auto())
     figure = new_figure(9, 3)
     for axes, topology in zip(figure.subplots(1, 3, sharey=True), graphs, strict=True):
@@ -60,11 +60,11 @@ def neighbours() -> Any:
 
 
 def overlap() -> Any:
-    """Two workers and their links, by the tasks that the forecast runs: delay 0 beside delay 1."""
-    compute, heard = np.ones((4, 2)), [Round(np.array([[0, 1], [1, 0]]), ())]
+    """Two workers and their links, by the tasks that the forecast runs: delay 0 and delay 1."""
+    compute, rounds = np.ones((4, 2)), [Round(np.array([[0, 1], [1, 0]]), ())]
     figure = new_figure(9, 3)
     for axes, delay in zip(figure.subplots(2, 1, sharex=True), (0, 1), strict=True):
-        spans = run(step_tasks(compute, [np.full(2, 0.8)], heard, delay, [np.full(2, 0.1)]))
+        spans = run(step_tasks(compute, [np.full(2, 0.8)], rounds, delay, [np.full(2, 0.1)]))
         for name, span in spans.items():
             kind, step = name.split()[:2]
             row = ROWS.index(span.worker)
@@ -142,7 +142,7 @@ def sweep() -> Any:
 
 
 def compressed() -> Any:
-    """A step of eight workers at 200 Mb/s, 16.8 MB of gradients: `ddp` beside codes of a quarter of the bytes."""
+    """A step of eight workers at 200 Mb/s, 16.8 MB of gradients: `ddp`, and codes of a quarter of the bytes."""
     layers = tuple(BlockCost(f"layer {i}", 0.03, 0.06, 0.0, parameter_bytes=2_100_000) for i in range(8))
     links = tuple(
         LinkCost(name, "between", 2, 1, 1e-4, 25e6) for name in ("all_reduce", "reduce_scatter", "all_gather")

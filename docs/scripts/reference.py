@@ -37,11 +37,11 @@ def arguments(docstring: str) -> dict[str, str]:
     """First sentence of each entry under `Args:`."""
     section = docstring.partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {6,}.*)*)", section, re.MULTILINE)
-    said = {}
+    texts = {}
     for names, text in entries:
         for name in names.split(", "):
-            said[name] = re.sub(r"\s+", " ", text).strip()
-    return said
+            texts[name] = re.sub(r"\s+", " ", text).strip()
+    return texts
 
 
 def choices(group: Path) -> list[str]:
@@ -57,10 +57,10 @@ def default(name: str, option: str, written: str) -> str:
 
 def options(name: str) -> str:
     """One strategy's table; of an option that is a group, the word to type."""
-    defaults, said = constructor(*STRATEGIES[name])
+    defaults, texts = constructor(*STRATEGIES[name])
     lines = ["| option | default | what it chooses |", "| --- | --- | --- |"]
     for option, written in defaults.items():
-        text = said.get(option, "how long a worker waits for another, anywhere, before it ends.").replace("|", "\\|")
+        text = texts.get(option, "how long a worker waits for another, anywhere, before it ends.").replace("|", "\\|")
         lines.append(f"| `{word(name, option)}` | {default(name, option, written)} | {text} |")
     return "\n".join(lines)
 

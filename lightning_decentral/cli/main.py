@@ -1,20 +1,7 @@
 """`lightning-decentral`: console commands in addition to training.
 
-lightning-decentral cuts recipe=gpt strategy.cuts=3
-lightning-decentral plan profile.json --workers 64 --per-node 8
-lightning-decentral rehearse recipe=gpt workers=4,8 --target 1.45
-lightning-decentral topology base_graph --workers 24
-lightning-decentral report outputs/ddp outputs/gossip
-lightning-decentral profile recipe=gpt
-lightning-decentral placement hosts.json --topology ring
-lightning-decentral schedule jobs.yaml --policy lrtf --devices 2
-lightning-decentral lobby --workers 2:16
-lightning-decentral completion bash
-
-Each other command is a module of its own: here they are put together, and mistakes become one line. `completion` is
-here, as it is made of the parsers themselves, so that a new command or option is completed by existing:
-
-    source <(lightning-decentral completion bash)
+Each command is a module of its own: here they are put together, and mistakes become one line. `completion` is here, as
+it is made of the parsers themselves: a new command or option is completed by existing.
 """
 
 from __future__ import annotations
@@ -23,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from lightning_decentral.cli.console import Parser, quiet, refuse_unwritable
@@ -74,7 +62,8 @@ def main(application: Application, arguments: Sequence[str] | None = None) -> No
     """Run the command line `lightning-decentral` with this application; `recipes/command.py` is the console script."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = Parser(prog="lightning-decentral", description=__doc__.partition("\n")[0])
-    parser.set_defaults(application=application, outputs=(), commands=added(parser, arguments))
+    begun = monotonic()  # before a command's imports
+    parser.set_defaults(application=application, outputs=(), begun=begun, commands=added(parser, arguments))
     options = parsed(parser, arguments)
     try:
         refuse_unwritable(options, options.outputs)

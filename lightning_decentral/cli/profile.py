@@ -117,7 +117,7 @@ def alone(application: Application, overrides: Sequence[str]) -> DictConfig:
 
 
 def without_strategy(overrides: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split overrides into (those that choose a strategy, the others), which a printed command repeats."""
+    """Split overrides into (overrides that choose a strategy, other overrides), which a printed command repeats."""
     chosen = [one for one in overrides if one.startswith(STRATEGY)]
     return chosen, tuple(one for one in overrides if one not in chosen)
 

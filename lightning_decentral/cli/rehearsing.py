@@ -94,8 +94,8 @@ def run(options: argparse.Namespace) -> None:
         say(errors, f"{one} is left out: --method {one} rehearses it in addition to ddp")
     module = options.application.build_model(cfg, data.sizes)
     methods = options.method or candidates_of(options, kept, workers, cfg, module, profile, network)
-    words = [method if isinstance(method, str) else method.overrides for method in methods]
-    configurations = {one: trained_by(options.application, cfg, one, kept) for one in words}
+    asked = [method if isinstance(method, str) else method.overrides for method in methods]
+    configurations = {one: trained_by(options.application, cfg, one, kept) for one in asked}
     found = rehearsal.rehearse(
         module,
         data,
@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> None:
         per_node=options.per_node,
         clip=cfg.trainer.gradient_clip_val,
         minutes=options.minutes,
+        begun=options.begun,
         threads=options.threads,
         device=options.device,
         say=lambda text: say(errors, text),
@@ -158,9 +159,9 @@ def command_of(best: rehearsal.Reached | None, overrides: Sequence[str], cfg: Di
         return None
     rate = cfg.optimizer.get("lr") if best.rate != 1 else None
     rates = [] if rate is None else [f"optimizer.lr={rate * best.rate:g}"]
-    words = [one for one in in_full(best.overrides) if not (rates and one.startswith("optimizer.lr="))]
+    chosen = [one for one in in_full(best.overrides) if not (rates and one.startswith("optimizer.lr="))]
     where = [f"trainer.num_nodes={best.workers // per_node}", f"trainer.devices={per_node}"]
-    return shlex.join([*without_optimizer(overrides, best.overrides), *words, *rates, *where])
+    return shlex.join([*without_optimizer(overrides, best.overrides), *chosen, *rates, *where])
 
 
 def trains(method: str) -> bool:
@@ -169,7 +170,7 @@ def trains(method: str) -> bool:
 
 
 def without_optimizer(overrides: Sequence[str], method: str) -> list[str]:
-    """Overrides of a recipe without those of the optimizer, if a method chooses an optimizer."""
+    """Overrides of a recipe, without overrides of the optimizer if a method chooses an optimizer."""
     return [one for one in overrides if not (trains(method) and one.lstrip("+~").startswith("optimizer"))]
 
 

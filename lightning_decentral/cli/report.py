@@ -24,7 +24,6 @@ from lightning_decentral.shared.plan.units import shown_bytes
 FILES = ("metrics.csv", "report.csv")  # of a CSVLogger and of the callback `Report`
 STEP_SECONDS, BYTES, WAITED = "speed/step_seconds", "speed/bytes_per_second", "speed/wait_share"
 AXES = ("steps", "seconds", "MB sent by worker 0")
-PICTURE = Path("comparison.png")
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,13 @@ def _over(axis: str, rows: Rows, steps: list[float]) -> list[float] | None:
 
 
 def _drawn(panels: Sequence[dict[str, Curve]], key: str, path: Path | None) -> list[str]:
+    if path is None:
+        return ["a picture of them: --plot comparison.png"]
     try:
-        compare(dict(zip(AXES, panels, strict=True)), key, path or PICTURE)
+        compare(dict(zip(AXES, panels, strict=True)), key, path)
     except (OSError, ValueError) as error:
-        if path:
-            raise ValueError(f"--plot {path}: {error}") from None
-        return [f"no picture: {error}"]
-    return [f"picture: {path or PICTURE}"]
+        raise ValueError(f"--plot {path}: {error}") from None
+    return [f"picture: {path}"]
 
 
 def _tables(found: Compared) -> list[Table | str]:
@@ -187,7 +186,7 @@ def _tables(found: Compared) -> list[Table | str]:
     remedy = "the callback SpeedMonitor, on in the recipes, logs them from its second window on"
     until = f"until {found.loss} was {found.target:.4g}, which all of them reached:"
     return [
-        "whole runs:",
+        "whole runs (seconds, bytes and waits are worker 0's):",
         whole,
         until,
         target,
@@ -206,5 +205,5 @@ def _bytes(value: float | None) -> str:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with what a CSVLogger wrote")
     parser.add_argument("--loss", help="key to compare (default: validation loss, or the training's)")
-    parser.add_argument("--plot", type=Path, help=f"picture to write (default: {PICTURE})")
+    parser.add_argument("--plot", type=Path, help="picture to write: comparison.png")
     parser.set_defaults(run=run, outputs=("plot",))

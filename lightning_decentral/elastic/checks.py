@@ -45,7 +45,7 @@ def elastic_rule(
     assert isinstance(combine, Combine)
     if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
         given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which wait for no message: leave it out")
     if len(topology.fragments) > 1:
         raise ValueError(f"{topology!r} isn't compatible with elastic, as each fragment has its own rounds: use Auto()")
     most, one = elastic.workers[1], topology.placed(1)
@@ -57,7 +57,7 @@ def elastic_rule(
             placed.check(one, size, weights, delay)
     except ValueError as error:
         raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
-    # Both ends of a link would need the earlier messages.
+    # Differences from earlier messages need those messages at both ends of a link, which a newcomer doesn't have.
     if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
             f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "

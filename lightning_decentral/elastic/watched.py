@@ -118,7 +118,7 @@ class WatchedProcess(OneProcess):
         least, most = self.elastic.workers
         place = self._member.elastic.lobby if self._member else self.elastic.lobby
         return {
-            "workers": f"{least} to {most}, who may come and go; they meet at {place}",
+            "workers": f"{least} to {most}, which may come and go; they meet at {place}",
             "a silent worker": f"is dead after {self.elastic.dead_after:g} s",
             "topology": repr(self.topology),
             "rule": f"{self.combine!r}, {self.weights!r}",

@@ -182,7 +182,7 @@ class WorkerLossMonitor(_EveryNSteps):
             self._read()
             self._arriving = _log_step(trainer), AsyncRead(torch.stack(self._losses).mean())
             self._losses = []
-            if self._arriving[1].on_host:  # a device's is read at the next row: the host would wait for it now
+            if self._arriving[1].on_host:  # a device's value is read later: the host would wait for it now
                 self._read()
         self._share(trainer)
 

@@ -1,6 +1,6 @@
 """Callbacks that print a table of the settings when a run starts, and write a report (CSV, pictures, JSON) at its end.
 
-The report shows the bytes that were sent; `summary` shows the planned ones.
+The report shows the bytes that were sent; `summary` shows the planned bytes.
 """
 
 import csv
@@ -181,10 +181,8 @@ def _table(result: Mapping[str, Any], trainer: Trainer, pl_module: LightningModu
         table.add_column(column, justify="right" if column else "left")
     score = _known(float(trainer.callback_metrics.get(f"test/{name}", UNKNOWN)))
     workers = result.get("workers", [])
-    sent = sum(worker["bytes_sent"] for worker in workers)
-    table.add_row(
-        result.get("evaluated", "model"), _number(score), shown_bytes(sent) if workers else "", "", style="bold"
-    )
+    sent = f"{shown_bytes(sum(worker['bytes_sent'] for worker in workers))} in all" if workers else ""
+    table.add_row(result.get("evaluated", "model"), _number(score), sent, "", style="bold")
     for rank, worker in enumerate(workers):
         waited = f"{worker['seconds_waited']:.2f} s"
         table.add_row(f"worker {rank}'s own model", _number(worker["score"]), shown_bytes(worker["bytes_sent"]), waited)

@@ -86,18 +86,18 @@ class LoopbackTransport(Transport):
 class HostMeter:
     """Measures processor time of workers in threads, on sockets of this host, with few and with many neighbours."""
 
-    heard = (1, 2)
+    received = (1, 2)
 
     def __init__(self, parameter_bytes: int, pause: Callable[[], None]) -> None:
         large = max(ELEMENT_BYTES, min(parameter_bytes, HOST_BYTES))
         self.sizes = sorted({min(SMALL_BYTES, large), large})  # bytes of the parameters
         self._pause = pause
         # On the exponential graph of 2^k workers each has k sources.
-        self._ends = {heard: loopback(1 << heard, LONGEST) for heard in self.heard}
+        self._ends = {received: loopback(1 << received, LONGEST) for received in self.received}
 
-    def seconds(self, codec: Codec, heard: int, size: int) -> float:
+    def seconds(self, codec: Codec, received: int, size: int) -> float:
         """Seconds of processor time that one worker's round takes."""
-        ends = self._ends[heard]
+        ends = self._ends[received]
         meet = Barrier(len(ends))
         with ThreadPoolExecutor(len(ends)) as threads:
             taken = [*threads.map(partial(self._rounds, codec, size, meet), ends)]
@@ -130,15 +130,15 @@ class HostMeter:
 class DeviceMeter:
     """Measures, as `HostMeter`, a device stream's seconds for a worker that receives its own messages."""
 
-    heard = (1, 3)
+    received = (1, 3)
 
     def __init__(self, parameter_bytes: int, device: torch.device, pause: Callable[[], None]) -> None:
         most = cuda.free_bytes(device) // DEVICE_SHARE if device.type == "cuda" else HOST_BYTES
         self.sizes = [max(ELEMENT_BYTES, min(parameter_bytes, most))]
         self._device, self._pause = device, pause
 
-    def seconds(self, codec: Codec, heard: int, size: int) -> float:
-        echo, device = LoopbackTransport(1 << heard), self._device
+    def seconds(self, codec: Codec, received: int, size: int) -> float:
+        echo, device = LoopbackTransport(1 << received), self._device
         exchange = PeerExchange(Exponential(), Own(), echo, device, codec)
         mixer = Mixer(_buckets(size, device), Gossip(), exchange, delay=1)
         taken = []
@@ -168,10 +168,12 @@ def round_works(
 
 
 def _work(codec: Codec, meter: Meter) -> RoundWork:
-    lines = [_line([(size, meter.seconds(codec, heard, size)) for size in meter.sizes]) for heard in meter.heard]
+    lines = [
+        _line([(size, meter.seconds(codec, received, size)) for size in meter.sizes]) for received in meter.received
+    ]
     (fixed_few, few), (fixed_many, many) = lines
-    fixed, message = _parts(meter.heard, fixed_few, fixed_many)
-    return RoundWork(repr(codec), *_parts(meter.heard, few, many), fixed, message)
+    fixed, message = _parts(meter.received, fixed_few, fixed_many)
+    return RoundWork(repr(codec), *_parts(meter.received, few, many), fixed, message)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -183,10 +185,10 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(0.0, most - per_byte * large), per_byte  # rounded, the difference may be below 0 by itself
 
 
-def _parts(heard: tuple[int, int], few: float, many: float) -> tuple[float, float]:
+def _parts(received: tuple[int, int], few: float, many: float) -> tuple[float, float]:
     """Split seconds into (own part, part for each neighbour). Neither noise nor rounding makes a part negative."""
-    each = min(few / heard[0], max(0.0, (many - few) / (heard[1] - heard[0])))
-    return max(0.0, few - heard[0] * each), each
+    each = min(few / received[0], max(0.0, (many - few) / (received[1] - received[0])))
+    return max(0.0, few - received[0] * each), each
 
 
 def _buckets(size: int, device: torch.device) -> list[LooseBucket]:

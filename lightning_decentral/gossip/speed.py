@@ -58,8 +58,8 @@ class SpeedMonitor(Callback):
         first = next(_tensors(batch), None)
         if first is not None:
             self._samples += len(first)
-            words = first.ndim == 2 and not first.is_floating_point() and not first.is_complex()
-            self._tokens += first.numel() if words else 0
+            tokens = first.ndim == 2 and not first.is_floating_point() and not first.is_complex()
+            self._tokens += first.numel() if tokens else 0
         self._steps += not trainer.fit_loop._should_accumulate()
         steps = self._steps - self._measured
         if steps < self.every_n_steps:

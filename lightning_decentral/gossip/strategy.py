@@ -58,9 +58,9 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
             (`largest_stable_rate`); `Every(k, topology)` with delay k keeps one message in flight: always stable.
         evaluate: "mean" validates and tests the mean of the workers (or a rule's anchors), "own" each worker's model.
         timeout: how long a worker waits for another worker, in any call, before it ends with an error.
-        bucket_bytes: largest flat tensor that is sent as one message. The default on the CPU is an eighth of what an
-            optimizer trains, from 2 MiB to 256 MiB: large messages leave the links idle while they are mixed, and each
-            message costs a latency. The default on a GPU is 1 GiB, since all messages are mixed together there.
+        bucket_bytes: largest flat tensor that is sent as one message. The default on the CPU is an eighth of one
+            optimizer's parameters, from 2 MiB to 256 MiB: large messages leave links idle while they are mixed, and
+            each message costs a latency. The default on a GPU is 1 GiB, since all messages are mixed together there.
         heals: how often a worker whose parameters contain NaN, infinity or far too large numbers copies its neighbours'
             parameters and goes on; 0 ends the training, as do your own rules without `heal` and `AllReduce` by NCCL.
         exact_steps: number of first updates (below 1: their share of the run) after each of which all workers wait and

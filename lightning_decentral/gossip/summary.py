@@ -36,7 +36,7 @@ class Monitored(Protocol):
         """Numbers of rounds taken, one number for each optimizer."""
 
     def mixing(self) -> dict[str, float]:
-        """Mixing values of this worker (rate, delay, ...), those that its rule and codec have; no communication."""
+        """Mixing values of this worker (rate, delay, ...), as far as its rule and codec have them; no communication."""
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ def described(plan: "gossip.GossipStrategy", mixers: Iterable[OptimizerMixer]) -
     if size > 1:
         lines["a worker with NaN"] = healing(plan)
     if plan.states:
-        lines["states beside"] = ", ".join(_beside(plan, name, mixers) for name in plan.states)
+        lines["mixed states"] = ", ".join(_mixed_state(plan, name, mixers) for name in plan.states)
     hint = adam_hint(plan.optimizers, size, plan.lightning_module)
     return lines | ({"hint": hint} if hint else {})
 
@@ -136,7 +136,7 @@ def _copies(plan: "gossip.GossipStrategy") -> float:
     return copies_sent(plan.topology, plan.weights, plan.worker, plan.workers, cliques)
 
 
-def _beside(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
+def _mixed_state(plan: "gossip.GossipStrategy", name: str, mixers: Sequence[OptimizerMixer]) -> str:
     """Describe a mixed optimizer state, and the bytes that a worker sends per step if all parameters have the state."""
     travel = plan.states[name]
     flats = [view_as_real(b.flat).view(-1) if b.flat.is_complex() else b.flat for each in mixers for b in each.buckets]

@@ -36,7 +36,7 @@ ROWS = 8
 def options(
     depth: DepthAssignment, cuts: Cuts, balance: Balance | None, absent: Absent | None, bucket_bytes: int | None = None
 ) -> tuple[DepthAssignment, Cuts, Balance, Absent, int | None]:
-    """Check a binding's options and fill in defaults for None. ValueError for options that no network could use."""
+    """Check options, and fill in defaults for None. ValueError for options that no network could use."""
     check_wish(cuts)
     check_bucket_bytes(bucket_bytes)
     return depth, cuts, balance or SavedBytes(), absent or Skip(), bucket_bytes
@@ -44,14 +44,9 @@ def options(
 
 def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) -> Found:
     """Return worker 0's result of a computation that all workers run equally often, so that collectives match.
-
-    Args:
-        gather: collects every worker's value, in order of rank; collective.
-
-    Raises:
-        ValueError: on every worker, if one worker's computation refused the cut, with the reason.
-        RuntimeError: on the other workers, if the computation failed on one worker with any other error.
-    """
+    `gather`: collects every worker's value, in order of rank; collective. ValueError: on every worker, if one worker's
+    computation refused the cut, with the reason. RuntimeError: on the others, if it failed on one worker with any other
+    error."""
     found, refused, failed = None, "", ""
     try:
         found = compute()
@@ -170,11 +165,8 @@ def refuse_unserved(module: LightningModule) -> None:
 
 
 def timed(depth: DepthAssignment, trainer: Trainer, saved: Mapping[str, Any]) -> DepthAssignment:
-    """Return the assignment with its warm-up in steps of this run. Every worker calls this at the same point.
-
-    The resumed checkpoint's steps (`warm_up_state`) if it had the same assignment; otherwise worker 0's
-    estimate.
-    """
+    """Return the assignment with its warm-up in steps of this run: the resumed checkpoint's (`warm_up_state`) if it had
+    the same assignment, otherwise worker 0's estimate. Every worker calls this at the same point."""
     if saved.get("assignment") == repr(depth):  # a longer run resumes where the shorter one was
         return replace(depth, warm_up=saved["warm_up"])
     total_steps = trainer.estimated_stepping_batches

@@ -135,8 +135,6 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         self._saved = None
         return driver
 
-    # ---- one step ---------------------------------------------------------------------------------------------------
-
     @property
     def _step(self) -> int:
         return self._before + self.steps

@@ -133,8 +133,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         loader, self._samples = shared(dataloader, shares)
         return loader
 
-    # ---- one step ---------------------------------------------------------------------------------------------------
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
         driver = self._steps.driver or self._find_cuts(*args, **kwargs)
@@ -176,8 +174,6 @@ class PartialBackpropStrategy(ReplicaStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self.load_progress_state(checkpoint.get(KEY, {}) if self.checkpoints.fitting else {})
         return checkpoint
-
-    # ---- what users watch -------------------------------------------------------------------------------------------
 
     def introduction(self) -> Sequence[str]:
         return introduced(self.depth, self._module, self.world_size)

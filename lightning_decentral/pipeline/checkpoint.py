@@ -1,10 +1,7 @@
 """Checkpoints of a pipeline: one plain file, as if the unsliced model had written it.
 
 Worker 0 merges the first pipeline's stages. The file loads without this package, and training resumes with another
-number of stages or with none.
-
-Where pipelines diverge, the file has their mean, and each worker's own state lies next to the file, in
-`.workers/NAME/`.
+number of stages or with none. Where pipelines diverge, it has their mean, and each worker's own state lies next to it.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,8 +41,6 @@ class PipelineCheckpoints(Checkpoints):
         self._stage = worker
         self._restored: dict[str, Any] | None = None
         self._own: dict[str, Any] | None = None  # this worker's own state, if its pipeline had drifted
-
-    # ---- save ---------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if self.layout is None:
@@ -102,8 +97,6 @@ class PipelineCheckpoints(Checkpoints):
                 "mid_epoch": self.mid_epoch(),
             }
         return joined
-
-    # ---- load ---------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Load the file; entries that only a pipeline of the same size can use are kept separately."""

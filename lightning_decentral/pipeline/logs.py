@@ -93,12 +93,9 @@ class Logs:
         return list(self._others[-1]) if self._others else []
 
     def publish(self, signature: int, values: Sequence[Tensor], pipe: StageRunner) -> dict[Any, Any]:
-        """Log on every stage the values that the last stage got. Collective where the names are new.
-
-        Returns:
-            What the step returned in addition to its loss, on the last stage; for several micro-batches a list. On
-            other stages each value is None.
-        """
+        """Log on every stage the values that the last stage got. Collective where the names are new. Returns what the
+        step returned in addition to its loss, on the last stage; for several micro-batches a list. On other stages each
+        value is None."""
         if signature not in self._known:
             mine = self._calls[-1] if self._calls else [], self._keys
             self._known[signature] = pipe.gather(mine)[-1]

@@ -64,7 +64,7 @@ class StageTraining:
     ) -> None:
         self.pipe, self.holdings = pipe, holdings
         self._module, self._plans, self._summary = module, plans, summary
-        # Turns this stage's gradients into those that the optimizer gets; collective over replicas.
+        # Turns this stage's gradients into the optimizer's gradients; collective over replicas.
         self.average: Callable[[Gradients, Sequence[nn.Parameter]], Gradients] = Bond().gradients
         self._slicing = (slicing or Planned()) if pipe.model.sliceable else Uniform(1)
         self._logs = Logs(module)

@@ -16,11 +16,7 @@ from lightning_decentral.shared.wire.transport import Disjoint, Message, Transpo
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Worker w is stage w % P of pipeline w // P.
-
-    Raises:
-        ValueError: the number of workers isn't a multiple of the stages.
-    """
+    """Worker w is stage w % P of pipeline w // P. ValueError: the number of workers isn't a multiple of the stages."""
 
     stages: int  # P
     workers: int  # number in all pipelines
@@ -56,14 +52,9 @@ def introduced(layout: StageLayout, microbatches: int, replicas: Replicas, modul
 
 
 class StageGroups:
-    """Process groups of one worker: with its pipeline's stages, its neighbours, and equal stages. Collective.
-
-    Attributes:
-        over: the stages of its pipeline, for small messages; None: a single stage.
-        hosts: the same stages over CPU tensors.
-        edges: for each neighbour and direction, a group of two stages.
-        replicas: all workers with this stage; None if there is one pipeline.
-    """
+    """Process groups of one worker. Collective. `over`: the stages of its pipeline, for small messages; None: a single
+    stage. `hosts`: the same over CPU tensors. `edges`: for each neighbour and direction, a group of two stages.
+    `replicas`: all workers with this stage; None if there is one pipeline."""
 
     def __init__(self, wire: Wire, layout: StageLayout, device: torch.device) -> None:
         self._wire, self._layout, self._device = wire, layout, device

@@ -55,8 +55,8 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         activations: `Keep()` them, or `Recompute()` them in the backward pass.
         boundary: how hidden states and their gradients are sent; only `ExactActivations()` is exact.
         replicas: how equal stages of several pipelines train: `AverageGradients()`, or `gossip.GossipReplicas()`.
-        nonfinite: what happens when gradients hold NaN or infinity: "stop" ends the training, "skip" leaves the update
-        out. **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
+        nonfinite: what happens when gradients hold NaN or infinity: "stop" ends the training, "skip" the update.
+        **ddp: options of Lightning's DDPStrategy (start_method, ...), and `timeout`.
 
     Raises:
         ValueError: unknown options; at set-up, workers that aren't a multiple of the stages, a model that can't be cut.
@@ -155,7 +155,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
         if (wire := self._group.join_groups()) is not None:
             self._groups = self._groups or StageGroups(wire, self.layout, self.root_device)
             check_same_model(module, wire.roll)
-            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # others: drawn alike
+            built = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]  # meta: drawn equally
             start_from_worker_0(built, wire.flags, torch.device("cpu"))
         model = pipelined(module, self.slicing, self.root_device)
         counts = self.partition.counts(*model.loads(), self.num_stages)
@@ -204,7 +204,7 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     def advance(self, optimizer: Optimizer) -> None:
         self.bond.updated(optimizer, self.lightning_module.trainer.current_epoch)  # type: ignore[union-attr]
-        self._updated += 1  # only now: a worker that waits for buffers waits for this update, not the next
+        self._updated += 1  # only now: a worker that awaits buffers awaits this update's
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated(self.precision_plugin.val_step_context(), self._module.validation_step, args, kwargs)

@@ -30,7 +30,7 @@ OWN = (
 
 
 class StageTotals:
-    """Make gradient norms those of all stages until `close`: for clipping, `torch.nn.utils.get_total_norm` and
+    """Compute gradient norms over all stages until `close`: for clipping, `torch.nn.utils.get_total_norm` and
     `clip_grad_norm_`, and Lightning's `grad_norm`. Any other read of all parameters raises a warning.
     """
 

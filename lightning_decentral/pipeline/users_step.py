@@ -1,7 +1,6 @@
-"""Training step of an unmodified LightningModule through the pipeline: the user's step runs on every stage.
-
-On every stage the user's step runs once per micro-batch up to its call of the model, which gives the inputs. On the
-last stage the step waits in that call, continues when the pipeline has the model's output, and returns the loss.
+"""Training step of an unmodified LightningModule through the pipeline: the user's step runs on every stage, up to its
+call of the model, which gives the inputs. On the last one it waits there, goes on with the model's output, and returns
+the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ class TrainingStep:
 
     def read(self, batch: Any, *rest: Any) -> None:
         """Cut the batch into micro-batches and run the user's step for each, up to its call of the model. On the last
-        stage the step waits there."""
+        stage the step waits in that call."""
         model, place = self._pipe.model, self._pipe.place
         self._parts = split(batch, self._microbatches)
         self._logs.begin(self._microbatches)

@@ -36,8 +36,8 @@ class ComparedMethod:
     method: Method
     forecast: StepForecast
     setting: Setting  # setting with the candidate's own optimizer
-    # Batches to the loss at which `ddp` with AdamW ends, over those of `ddp` with AdamW; inf: not reached in as many
-    # batches; None: not measured.
+    # Batches to the final loss of `ddp` with AdamW, divided by its own batches; inf: not reached in as many batches;
+    # None: not measured.
     share: float | None = None
 
     @property
@@ -48,27 +48,19 @@ class ComparedMethod:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of methods in a setting.
-
-    Args:
-        rows: methods with measured losses, the fastest to the loss first, then the others, the fastest step first.
-        refused: {title of a candidate that can't serve the cluster: why}.
-        best: method to train with; None if no method fits into the memory.
-        profiled: model with the profile's optimizer, from which candidates' optimizers are priced.
-        others: the arguments of `plan` with these names.
-    """
+    """Comparison of methods in a setting; fields without a comment are the arguments of `plan` with these names."""
 
     setting: Setting
-    rows: tuple[ComparedMethod, ...]
-    refused: dict[str, str]
-    best: ComparedMethod | None
+    rows: tuple[ComparedMethod, ...]  # with measured losses, the fastest to the loss first; then the fastest steps
+    refused: dict[str, str]  # {title of a candidate that can't serve the cluster: why}
+    best: ComparedMethod | None  # method to train with; None if no method fits into the memory
     variation: Sequence[float] = ()
     slices: int = 1
     also: tuple[str, ...] = ()
     memory_bytes: float = inf
     threshold: float = THRESHOLD
     like: str | None = None
-    profiled: Model | None = None
+    profiled: Model | None = None  # with the profile's optimizer, from which candidates' are priced
 
     @property
     def known(self) -> KnownLosses | None:
@@ -81,7 +73,7 @@ class Comparison:
         return self.best is not None and is_ddp(self.best.candidate.overrides)
 
     @property
-    def soonest_ddp(self) -> ComparedMethod:
+    def fastest_ddp(self) -> ComparedMethod:
         """Form of `ddp` that is the fastest to the loss, or has the fastest step if no losses were measured."""
         forms = [row for row in self.rows if is_ddp(row.candidate.overrides) and self.fits(row)]
         return min(forms, key=lambda row: (row.to_loss, row.forecast.seconds), default=self.baseline)
@@ -105,11 +97,11 @@ class Comparison:
         model, cluster = self.setting.model, self.setting.cluster
         overrides = in_full(self.best.candidate.overrides) if self.best else []
         own = self.best is not None and bool(composed(self.best.candidate.overrides).optimizer)
-        words = [one for one in model.words if not (own and one.lstrip("+~").startswith("optimizer"))]
-        unnamed = model.optimizer and not own and not any(one.startswith("optimizer=") for one in words)
+        kept = [one for one in model.words if not (own and one.lstrip("+~").startswith("optimizer"))]
+        unnamed = model.optimizer and not own and not any(one.startswith("optimizer=") for one in kept)
         optimizer = [f"optimizer={model.optimizer}"] if unnamed else []
         where = [f"trainer.num_nodes={cluster.nodes}", f"trainer.devices={cluster.per_node}"]
-        return shlex.join([*words, *overrides, *optimizer, *where])
+        return shlex.join([*kept, *overrides, *optimizer, *where])
 
 
 def plan(
@@ -159,8 +151,8 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
     """`ComparedMethod.share` of a candidate whose overrides are a measured method's, or plain `ddp`'s; else None."""
     if known is None:
         return None
-    words = set(candidate.overrides.split())
-    same = (method for method, overrides in known.overrides.items() if set(overrides.split()) == words)
+    chosen = set(candidate.overrides.split())
+    same = (method for method, overrides in known.overrides.items() if set(overrides.split()) == chosen)
     method = BASES.get(optimizer) if candidate.overrides == BASELINE else next(same, None)
     if method is None or method not in known.batches:
         return None
@@ -248,7 +240,7 @@ def _methods(
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Candidate, Method | str, Setting]]:
     """Yield each candidate with its method, or why it can't serve the cluster, and the setting with its optimizer."""
-    own = BASES.get(where.model.optimizer)  # that is the row `ddp`
+    own = BASES.get(where.model.optimizer)  # `ddp` with this optimizer is the row `ddp`
     further = [one for one in (measured(known) if known else ()) if one.title != own]
     asked = (Candidate(one, one) for one in also)
     for candidate in [*candidates(where.cluster, where.model, slices), *further, *asked]:
@@ -258,7 +250,7 @@ def _methods(
             at = replace(where, model=trained_with(profiled, made.optimizer)) if made.optimizer else where
             method = method_of(made.strategy, at.cluster, slices)
             method = Accumulated(method, made.accumulated) if made.accumulated > 1 else method
-            method.memory_bytes(at.without_network)  # no further method can need an unmeasured price
+            method.memory_bytes(at.without_network)  # raises if the method needs an unmeasured price
             yield candidate, method, at
         except ValueError as error:
             yield candidate, str(error), where

@@ -46,8 +46,8 @@ from lightning_decentral.shared.plan.profile import RoundWork
 from lightning_decentral.shared.wire.pipeline_replicas import AverageGradients
 
 PARAMETER_BYTES = 4  # bytes of an element of a message: codecs assume float32
-# (send, receive) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. For codecs of four #
-# and two bits they include taking differences, which take longer than the codes by themselves.
+# (send, receive) per byte of parameters on one CPU thread: benchmarks/results/codec-2-cores.json. For codecs of four
+# and two bits they include the differences, which take longer than the codes by themselves.
 CODEC_SECONDS_PER_BYTE: dict[Codec, tuple[float, float]] = {
     BFloat16(): (0.117e-9, 0.075e-9),
     Float16(): (0.129e-9, 0.077e-9),
@@ -74,13 +74,13 @@ class Composed:
 @lru_cache(maxsize=256)  # cached: composing takes long, and a map of clusters has the same overrides in every cell
 def composed(overrides: str) -> Composed:
     """Compose overrides to a strategy and an optimizer. ValueError: an override names something that doesn't exist."""
-    words = overrides.split()
-    chosen = {key: value for key, _, value in (one.partition("=") for one in words)}
+    arguments = overrides.split()
+    chosen = {key: value for key, _, value in (one.partition("=") for one in arguments)}
     whole = "experiment" in chosen  # the configuration chooses a strategy and an optimizer
-    if not whole and sum(one.startswith("strategy=") for one in words) != 1:
+    if not whole and sum(one.startswith("strategy=") for one in arguments) != 1:
         raise ValueError(f"{overrides!r} must have one strategy=..., such as strategy=gossip strategy/topology=ring")
-    others = [one for one in words if one.lstrip("+~").startswith(("strategy/", "strategy."))]
-    config, given = ("train", words) if whole else (f"strategy/{chosen['strategy']}", others)
+    others = [one for one in arguments if one.lstrip("+~").startswith(("strategy/", "strategy."))]
+    config, given = ("train", arguments) if whole else (f"strategy/{chosen['strategy']}", others)
     try:
         with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
             cfg = compose(config, given, return_hydra_config=whole)
@@ -141,7 +141,7 @@ def _(strategy: GossipStrategy, cluster: Cluster, slices: int) -> Method:
     kept = kept_by(strategy.combine) + estimates(strategy.codec, topology, workers)
     given = topology, strategy.delay, strategy.weights, encoding, within, tuple(messages), kept
     forecast = GossipForecast(*given)
-    # A number of exact steps is no share of the run, whose length a forecast doesn't know.
+    # A whole number of exact steps isn't converted to a share: a forecast doesn't know the length of the run.
     return WarmStarted(strategy.exact_steps, forecast) if 0 < strategy.exact_steps < 1 else forecast
 
 

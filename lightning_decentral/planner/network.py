@@ -58,7 +58,7 @@ def broadcast(over: Transport, message_bytes: int, device: torch.device) -> Call
 
 
 def neighbours(workers: int) -> list[int]:
-    """Numbers of neighbours that a worker exchanges with in turn: one, two, and as many as in an exponential graph."""
+    """Numbers of neighbours to measure an exchange with: one, two, and the number in an exponential graph."""
     most = (workers - 1).bit_length()
     return sorted({1, min(2, most), most})
 

@@ -146,7 +146,7 @@ def _maps(plan: Comparison, found: Sequence[Cell]) -> Iterator[str]:
     rate = min({c.bytes_per_second for c in found}, key=lambda r: abs(r - own_rate))
     over_workers = [cell for cell in found if cell.bytes_per_second == rate]
     over_rates = [cell for cell in found if cell.workers == own]
-    gain = "times sooner than ddp at a loss" if plan.known else "its speed-up over ddp"
+    gain = "times faster than ddp to a loss" if plan.known else "its speed-up over ddp"
     yield f"<h2>Where each method wins</h2><p>Colour: what to train with; number: {gain}.</p>"
     colours = palette([*titles, *(cell.best for cell in found)])
     yield winners(found, colours)

@@ -27,10 +27,10 @@ def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
     milliseconds = map(digits, spans)
     sizes = shown_bytes(found.card_bytes), shown_bytes(found.memory_bytes)
     marks = EXTRAPOLATED * found.extrapolated + REMARK * bool(row.candidate.remark) + TOO_LARGE * (not plan.fits(row))
-    return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), sooner(plan, row), marks
+    return row.candidate.title, *milliseconds, *sizes, times(plan.speedup(row)), speed_up(plan, row), marks
 
 
-def sooner(plan: Comparison, row: ComparedMethod) -> str:
+def speed_up(plan: Comparison, row: ComparedMethod) -> str:
     """Speed-up over the row `ddp` in time to the loss at which `ddp` with AdamW ends, as text."""
     if row.share is None or not plan.baseline.to_loss < math.inf:
         return UNKNOWN
@@ -65,11 +65,11 @@ def sentences(plan: Comparison) -> Iterator[str]:
     """Sentences about the columns, about methods that were left out, and on how to train."""
     yield (
         "milliseconds per step: mean with stragglers; p95: 19 of 20 runs of 64 steps take less; exposed: what a "
-        "network that takes no time would save; card: bytes that a node sends in a step"
+        "network without delay would save; card: bytes that a node sends in a step"
     )
     if plan.known is not None:
         yield (
-            f"to loss: times sooner than the row ddp at the loss that ddp with AdamW at its best rate ends at, "
+            f"to loss: speed-up over the row ddp to reach the final loss of ddp with AdamW at its best rate, "
             f"{plan.known.loss:g}; batches as measured with {plan.known}, seconds as predicted; {NEVER}: not in as "
             f"many batches; {UNKNOWN}: not measured, so not recommended"
         )
@@ -85,7 +85,7 @@ def sentences(plan: Comparison) -> Iterator[str]:
         why = f"priced from {options}, not measured{also}" if options else extrapolated
         yield f"{EXTRAPOLATED} {why}"
     if plan.setting.cluster.per_node > 1 and not plan.setting.network.knows("inside"):
-        yield "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+        yield "links inside a node priced like the network card, which is too slow: give --inside-bandwidth 200gbit"
     cluster = plan.setting.cluster
     if (part := cluster.simulated.workers) < cluster.workers:
         yield (
@@ -130,11 +130,11 @@ def _gain(plan: Comparison, best: ComparedMethod) -> Iterator[str]:
     if best.to_loss < math.inf:
         if plan.stay:
             others = (row for row in plan.rows if row.method.equal and plan.fits(row))
-            soonest = max(best.to_loss / row.to_loss for row in others) - 1
-            yield f"take {best.candidate.title}: the soonest other gains {100 * soonest:.0f} %, less than the threshold"
+            fastest = max(best.to_loss / row.to_loss for row in others) - 1
+            yield f"take {best.candidate.title}: the fastest other gains {100 * fastest:.0f} %, less than the threshold"
         else:
-            gain = times(plan.soonest_ddp.to_loss / best.to_loss)
-            yield (f"{best.candidate.title}: {gain} times sooner at that loss than {plan.soonest_ddp.candidate.title}")
+            gain = times(plan.fastest_ddp.to_loss / best.to_loss)
+            yield f"{best.candidate.title}: {gain} times faster to that loss than {plan.fastest_ddp.candidate.title}"
         return
     if plan.stay:
         fastest = max(plan.speedup(row) for row in plan.rows if row.method.equal and plan.fits(row)) - 1

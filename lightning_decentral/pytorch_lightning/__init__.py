@@ -1,7 +1,7 @@
 """The same strategies for Trainers of `pytorch_lightning`, which has classes of its own where `lightning` has others.
 
-Names work in both: `pytorch_lightning.Trainer(strategy="gossip")` after `import lightning_decentral`. Objects are
-imported from here, with options and parts as ever: topologies, rules and codecs know no Lightning and are one.
+Names work in both: `pytorch_lightning.Trainer(strategy="gossip")` after `import lightning_decentral`. Classes are
+imported from here, with the same options; topologies, rules and codecs don't use Lightning: there is one of each.
 
     from lightning_decentral.gossip import Ring
     from lightning_decentral.pytorch_lightning import GossipStrategy

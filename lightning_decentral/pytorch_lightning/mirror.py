@@ -5,8 +5,8 @@
                        .gossip.strategy          from pytorch_lightning import LightningModule
 
 Both packages have the same modules, but a Trainer of one takes no strategy of the other. Only names in import
-statements change, so that lines, tracebacks and breakpoints are those of the file. What stands on the floors `plan`,
-`compute` and `wire` knows no Lightning: there is one of each, for both.
+statements change, so that lines, tracebacks and breakpoints are those of the file. Modules in `plan`, `compute` and
+`wire` don't import Lightning: there is one of each, for both.
 """
 
 import re

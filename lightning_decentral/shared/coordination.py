@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Uncoordinated:
-    """Coordination of a single worker's fit, which waits for nobody.
+    """Coordination of a single worker's fit, which waits for no other.
 
     Attributes:
         waiting: context for code that may wait for other workers without being a call of Lightning's.

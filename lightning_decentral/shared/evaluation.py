@@ -30,7 +30,7 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 class PrunedTogether:
-    """Prunes alike on all workers, in place of the Trainer's `ModelPruning` callbacks, for the time of one fit.
+    """Prunes with one mask on all workers, in place of the Trainer's `ModelPruning` callbacks, for the time of one fit.
 
     Args:
         from_worker_0: gives every worker worker 0's values of these tensors; collective.

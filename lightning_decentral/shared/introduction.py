@@ -47,7 +47,7 @@ def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
 
 
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
-    """Text with the bytes that a worker sends in a step, and with those of an all-reduce of all gradients."""
+    """Text with the bytes that a worker sends in a step, and the bytes of an all-reduce of all gradients."""
     from lightning_decentral.shared.plan.units import (
         shown_bytes,  # for a single worker neither this nor the table below is read
     )

@@ -68,8 +68,8 @@ class ReplicaHealth:
         self._constants |= constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy ones,
-        and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
+        """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy
+        workers, and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
 
         Raises:
             FloatingPointError: no worker is healthy; on all workers.
@@ -133,7 +133,7 @@ class ReplicaHealth:
             self._strategy.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
     def check_equal(self) -> None:
-        """Check that replicas that take the same updates are equal, with their buffers. So are whole parameters on the
+        """Check that replicas that take the same updates are equal, with their buffers, and whole parameters on the
         devices of an island (a worker of several devices). Collective.
 
         A bit that differs is a warning, repeated where the difference has doubled: workers of different hardware

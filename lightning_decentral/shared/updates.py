@@ -212,7 +212,7 @@ class Moved:
     """Finds parameters that have changed since the last look while no round was counted.
 
     Attributes:
-        past: name of an optimizer, none of the Trainer's, that has stepped since the last look; or "".
+        past: name of an optimizer that isn't the Trainer's and has stepped since the last check; or "".
 
     Raises:
         RuntimeError: in `batch`, where such an optimizer has changed parameters, or where parameters have changed in

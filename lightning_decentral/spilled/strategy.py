@@ -150,8 +150,6 @@ class SpilledStrategy(SingleDeviceStrategy):
         self.engine = self._updating = None
         super().teardown()
 
-    # ---- steps --------------------------------------------------------------------------------------------------
-
     @property
     def _running(self) -> Engine:
         assert self.engine is not None, "steps run between set-up and teardown"
@@ -183,8 +181,6 @@ class SpilledStrategy(SingleDeviceStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._running.step("predict", (args, kwargs)):
             return super().predict_step(*args, **kwargs)
-
-    # ---- names --------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return named(self)

@@ -68,5 +68,5 @@ def _panel(axes: Any, bars: Sequence[Bar], jobs: Sequence[str], rows: Sequence[s
     for job, colour in colours.items():
         axes.broken_barh([], (0, 0), facecolors=[colour], label=job)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)  # of a sweep whose members all failed there are none
     axes.spines[["top", "right"]].set_visible(False)

@@ -60,7 +60,8 @@ class Sweep:
         self.processes: dict[str, Any] = {}
         self._queue = list(members)
         self._selector = selectors.DefaultSelector()
-        self.seats = Seats(self._selector, self.processes.__contains__, self.receive, self.leave_seat)
+        gone = lambda name: self.arbiter.gone(name, self.now)  # noqa: E731
+        self.seats = Seats(self._selector, self._expects, self.receive, gone)
         self._shown = 0.0
         self.began = time.perf_counter()
 
@@ -95,13 +96,14 @@ class Sweep:
                 if self._selector.get_map().get(key.fd) is key:  # an earlier event may have closed it
                     key.data(key.fileobj)
             for name, order in self.arbiter.settle(self.now):
-                self.seats.write(name, {"order": order.value})
+                self.seats.write(name, {"order": order.value, "device": self.arbiter.place(name)})
             if self.now - self._shown >= REFRESH_SECONDS:
                 # A sentinel doesn't fire while a process that the member left behind keeps it open.
                 for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
                     self._ended(self.members[name])
                 self._watcher.show(self)
                 self._shown = self.now
+        self._watcher.show(self)
 
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
@@ -114,6 +116,7 @@ class Sweep:
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
             watched=self.arbiter.policy.watched,
+            cores=self.arbiter.cores,
         )
         process = self._starts(member, {**environment(account.home), **admission.variable()}, self._lifeline)
         self.processes[member.name] = process
@@ -125,7 +128,8 @@ class Sweep:
         process.join()
         if process.exitcode:  # the member had no time to end what it had started
             kill_group(process.pid)
-        self.seats.hang_up(member.name)
+        for name in self.arbiter.seats(member.name):
+            self.seats.hang_up(name)
         self.arbiter.leave(member.name, self.now)
         try:
             ended = MemberFailed("RuntimeError", f"the process ended with exit code {process.exitcode}")
@@ -163,10 +167,8 @@ class Sweep:
         write_scores(self.members[name], self.scores)
         self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
-    def leave_seat(self, name: str) -> None:
-        """Free the device of a process that is gone; the member may still be alive."""
-        self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
-        self.arbiter.left(name)
+    def _expects(self, name: str) -> bool:
+        return any(name in self.arbiter.seats(member) for member in self.processes)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

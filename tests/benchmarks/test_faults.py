@@ -35,7 +35,7 @@ def test_the_page_is_short_and_its_kinds_hold_every_fault_once() -> None:
     assert all(int(row[2]) == int(row[3]) + int(row[4]) for row in cells)
     examples = [(group, example) for group, _, example, _ in KINDS.values() if example]
     assert {(one.group, one.fault) for one in found} >= set(examples)
-    assert len(PAGE.read_text().split()) <= 880
+    assert len(PAGE.read_text().split()) <= 900
 
 
 def test_the_report_has_every_fault() -> None:

@@ -138,7 +138,7 @@ def commands(folder: Path, profiled: str) -> dict[str, list[str]]:
         "plan": ["plan", profiled, "--workers", "8"],
         "topology": ["topology", "ring", "--workers", "5"],
         "cuts": ["cuts", "recipe=vit", "strategy.cuts=1"],
-        "report": ["report", run_folder(folder / "ddp", 3), "--plot", str(folder / "p.png")],
+        "report": ["report", run_folder(folder / "ddp", 3)],
     }
 
 

@@ -112,7 +112,7 @@ def test_one_is_killed_one_sleeps_the_others_go_on_and_new_ones_join(tmp_path: P
     assert_evaluated_alike(tmp_path, ended, found)
     assert_views_are_known(tmp_path, ended, found)
     assert_watched(found, {line["name"] for name in ended for line in told(tmp_path, name, "step")})
-    assert "2 to 3, who may come and go" in output
+    assert "2 to 3, which may come and go" in output
     final = [torch.load(tmp_path / f"{name}.pt")["x"] for name in ended]
     assert all(torch.equal(x, final[0]) for x in final)
     assert f"lost: localhost:{oldest[1:]} (connection ended)" in output

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_decentral  # noqa: F401  # registers the names
 from lightning_decentral.gossip import ConsensusMonitor, Report, WorkerLossMonitor
 from lightning_decentral.shared.plan import figure
+from lightning_decentral.shared.plan.units import shown_bytes
 from tests.gossiping import Scripted
 from tests.tiny import QUIET, Record, in_processes, recorded
 
@@ -184,6 +185,7 @@ def test_two_workers(tmp_path: Path) -> None:
     shown = (tmp_path / "shown.txt").read_text()
     (mean,) = [line for line in shown.splitlines() if "the mean of the workers" in line]
     assert f"{error(own.mean(dim=0)):.4f}" in mean
+    assert f"{shown_bytes(sum(sent))} in all" in mean
     for rank in range(SIZE):
         (line,) = [line for line in shown.splitlines() if f"worker {rank}'s own model" in line]
         assert f"{error(own[rank]):.4f}" in line

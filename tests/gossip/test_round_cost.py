@@ -23,16 +23,16 @@ from tests.gossip.wire.test_exchange import Row
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("heard", [1, 3])
-def test_a_worker_that_hears_itself_stays_where_it_is(heard: int) -> None:
-    exchange = PeerExchange(Exponential(), Own(), LoopbackTransport(1 << heard), CPU, Plain())
+@pytest.mark.parametrize("received", [1, 3])
+def test_a_worker_that_hears_itself_stays_where_it_is(received: int) -> None:
+    exchange = PeerExchange(Exponential(), Own(), LoopbackTransport(1 << received), CPU, Plain())
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     mixer = Mixer([Row(x.clone())], Gossip(), exchange, delay=1)
     for _ in range(3):
         mixer.step()
     mixer.drain()
     assert torch.allclose(mixer.buckets[0].flat, x, atol=1e-6)
-    assert exchange.traffic().bytes_sent == 3 * heard * (4 * 1000 + 24)
+    assert exchange.traffic().bytes_sent == 3 * received * (4 * 1000 + 24)
     assert not exchange.traffic().refused
 
 
@@ -50,12 +50,12 @@ def test_what_was_said_once_is_heard_on_without_a_copy(codec: Codec) -> None:
 
 
 def test_headers_come_on_and_only_they() -> None:
-    heard, sent = torch.zeros(2, 3), torch.ones(2, 3)
+    received, sent = torch.zeros(2, 3), torch.ones(2, 3)
     silent = LoopbackTransport(2)
     silent.silent = True
     silent.exchange([Message(1, part, tag) for tag, part in enumerate(sent)],
-                    [Message(1, part, tag) for tag, part in enumerate(heard)])  # fmt: skip
-    assert heard.tolist() == [[1.0] * 3, [0.0] * 3]
+                    [Message(1, part, tag) for tag, part in enumerate(received)])  # fmt: skip
+    assert received.tolist() == [[1.0] * 3, [0.0] * 3]
 
 
 @pytest.mark.parametrize("size", [4, 2**20, 5 * 2**20, 2**26])
@@ -73,13 +73,13 @@ def test_a_device_without_a_stopwatch_has_no_rounds() -> None:
 class Line:
     """A meter of what is known."""
 
-    heard = (1, 2)
+    received = (1, 2)
 
     def __init__(self, work: RoundWork, sizes: Sequence[int]) -> None:
         self.work, self.sizes = work, sizes
 
-    def seconds(self, codec: Codec, heard: int, size: int) -> float:
-        return self.work.seconds(size, heard)
+    def seconds(self, codec: Codec, received: int, size: int) -> float:
+        return self.work.seconds(size, received)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_of_one_size_all_is_by_the_byte() -> None:
 @pytest.mark.parametrize("seconds", [(3.0, 1.0, 4.0, 2.0), (1.0, 9.0, 0.5, 8.0), (5.0, 5.0, 1.0, 9.0)])
 def test_a_disturbed_measurement_has_no_negative_part(seconds: tuple[float, ...]) -> None:
     class Disturbed(Line):
-        def seconds(self, codec: Codec, heard: int, size: int) -> float:
-            return seconds[2 * (size == self.sizes[-1]) + heard - 1]
+        def seconds(self, codec: Codec, received: int, size: int) -> float:
+            return seconds[2 * (size == self.sizes[-1]) + received - 1]
 
     found = echo._work(Plain(), Disturbed(RoundWork("Plain()"), [1000, 1_000_000]))
     assert min(astuple(found)[1:]) >= 0
@@ -145,8 +145,8 @@ def test_a_hosts_number_is_a_workers_share_of_processor_time(monkeypatch: pytest
     monkeypatch.setattr(echo, "process_time", lambda: float(len(rounds)))
     meter = echo.HostMeter(4000, lambda: time.sleep(0.001))
     assert meter.sizes == [4000]
-    for heard in meter.heard:
-        assert meter.seconds(Int8(), heard, 4000) == 1
+    for received in meter.received:
+        assert meter.seconds(Int8(), received, 4000) == 1
 
 
 @pytest.mark.threads

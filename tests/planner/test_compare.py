@@ -157,6 +157,17 @@ def test_a_cluster_that_a_topology_can_not_serve_is_told() -> None:
     assert "6 stages for a model of 4 blocks" in found.refused["pipelines of 6"]
 
 
+def test_embedding_and_head_of_a_profile_are_no_blocks_of_a_pipeline() -> None:
+    """A stage needs one of the numbered blocks, as in training, which refuses what a plan would else recommend."""
+    names = ("inputs", "h.0", "h.1", "h.2", "h.3", "ln_f")
+    blocks = tuple(replace(one, name=name) for one, name in zip(model(6).blocks, names, strict=True))
+    where = replace(setting(6), model=replace(model(6), blocks=blocks))
+    with pytest.raises(ValueError, match="6 stages for a model of 4 blocks: use 1 to 4 stages"):
+        Pipelining().memory_bytes(where)
+    parts = Pipelining(stages=3)._parts(where)
+    assert [[one.name for one in part] for part in parts] == [["inputs", "h.0"], ["h.1", "h.2"], ["h.3", "ln_f"]]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -353,7 +364,7 @@ def test_it_says_where_prices_come_from() -> None:
         return [*sentences(plan(where))]
 
     card = Network(()).linked("between", 1e-4, 1e9)
-    too_dear = "inside a node priced like the network card, which is too dear: give --inside-bandwidth 200gbit"
+    too_dear = "links inside a node priced like the network card, which is too slow: give --inside-bandwidth 200gbit"
     only = replace(setting(8, 4), network=card)
     assert too_dear in said(only)
     assert "~ priced from --bandwidth, not measured" in said(only)

@@ -157,7 +157,7 @@ def test_the_summary_says_what_a_state_adds_at_most() -> None:
     rounds = rounds_of(run, module)
     mixers = Mixers(rounds.making)
     mixers.adopt(optimizer)
-    said = described(run, mixers)["states beside"]
+    said = described(run, mixers)["mixed states"]
     whole = 9 * 4 * SIDE * SIDE
     model = Model("", "cpu", (BlockCost("all", 0.1, 0.1, 0.0, whole),), states=(("momentum_buffer", whole),))
     setting = Setting(model, links(), Cluster(SIZE))

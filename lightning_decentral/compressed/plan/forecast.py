@@ -9,8 +9,8 @@ the step shortest; in a run threads do so when messages have arrived.
 
     scatter, gather = an exchange with all others of (n - 1) / n of the codes; of (n - w) / n between nodes of w workers
     encode = round + (n - 1) / n bytes own
-    reduce = round + (n - 1) message + bytes ((n - 1) / n hear + own / n)
-    decode = (n - 1) message + (n - 1) / n bytes hear                                 by what a round of gossip takes
+    reduce = round + (n - 1) message + bytes ((n - 1) / n receive + own / n)
+    decode = (n - 1) message + (n - 1) / n bytes receive                                 by what a round of gossip takes
 """
 
 from collections.abc import Callable
@@ -72,19 +72,19 @@ class CompressedForecast(Synchronous):
         (exchange,) = self.prices(setting)
         n = setting.cluster.workers
         work = self.work(setting.model)
-        encode, hear = work.own_seconds_per_byte, work.heard_seconds_per_byte
+        encode, receive = work.own_seconds_per_byte, work.heard_seconds_per_byte
         each, messages = work.round_seconds, (n - 1) * work.message_seconds
         outside = n - (setting.cluster.per_node if setting.cluster.nodes > 1 else 1)
 
         def travel(number: int, size: float, last: str) -> list[list[Task[str]]]:
             others, mine = (n - 1) / n * size, size / n
             way = exchange.seconds(outside / n * self.wire_bytes(size))
-            reduced = each + messages + others * hear + mine * encode
+            reduced = each + messages + others * receive + mine * encode
             coded = Task(f"encode {number}", "compute", each + others * encode, (last,))
             scatter = Task(f"scatter {number}", "network", way, (coded.name,))
             mean = Task(f"reduce {number}", "compute", reduced, (scatter.name,))
             gather = Task(f"gather {number}", "network", way, (mean.name,))
-            decoded = Task(f"decode {number}", "compute", messages + others * hear, (gather.name,))
+            decoded = Task(f"decode {number}", "compute", messages + others * receive, (gather.name,))
             return [[coded, scatter], [mean, gather], [decoded]]
 
         return travel

@@ -81,7 +81,7 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
     members before this view can't be known.
 
     A view that no member has begun makes no difference (a worker that joins and ends at once leaves such views).
-    `views` are the remembered ones, by number; `firsts` returns a view's first rounds as members remember them;
+    `views` are the remembered views, by number; `firsts` returns a view's first rounds as members remember them;
     `complete` is True if all members have sent their history.
     """
     before = max((number for number in views if number < view.number), default=None)

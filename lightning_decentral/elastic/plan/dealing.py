@@ -13,7 +13,7 @@ same rounds. Members that join or leave change how fast the examples are used, n
 
 So every example of a pass is dealt to exactly one of the members at its end. Only the last tick is filled up with
 examples of the same pass, as a DistributedSampler does. All follows from the views (memberships) and their first
-ticks. A member that learns of a view late has dealt some ticks by the view before, and then continues as the others.
+ticks. A member that learns of a view late has dealt some ticks by the previous view, and deals later ones like all.
 
 The state that is kept, and sent to a newcomer, is the `floor` (a pass from which all later passes follow) and the
 views since then: no more in a long run than in a short one.

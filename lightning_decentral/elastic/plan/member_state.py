@@ -28,7 +28,7 @@ class Fetch(NamedTuple):
 
 Act = Send | Fetch
 
-APART = 4  # Rounds by which members in step with each other may differ.
+IN_STEP = 4  # Rounds by which members in step with each other may differ.
 
 
 def _number(view: View | None) -> int:
@@ -198,7 +198,7 @@ class MemberState:
         mine = replace(self.mine, seen=max(self.mine.seen, _number(view)))
         state, coming = replace(self, mine=mine, agreed=max(self.agreed, agreed)), mine.coming
         if coming and coming.number <= state.agreed and coming.number < _number(view) and mine.sender in coming.members:
-            state = state._entering(coming)  # the new view follows `coming`, which others may be in for some rounds
+            state = state._entering(coming)  # the new view follows `coming`, in which others may be
         mine = state.mine
         if view is None or view.number <= _number(mine.view) or view.number < _number(mine.coming):
             return state
@@ -217,7 +217,7 @@ class MemberState:
         # A newcomer begins at the others' round, and a member that is far behind skips the rounds between, as others
         # would have to wait. Only rounds that some member has reached count: a view that was planned while rounds were
         # quick may begin far ahead of all members.
-        behind = min(first, self.reached) - mine.round - APART
+        behind = min(first, self.reached) - mine.round - IN_STEP
         skips = mine.view is None or behind * mine.pace > self.times.dead_after
         gap = ((0, mine.round),) if skips and mine.view else ()
         entered = (*before[max(0, over - HISTORY) :], *gap, (view.number, first))

@@ -75,12 +75,12 @@ def _value(kind: Any, value: Any) -> Any:
         return read_message(View, value)
     if origin is float:
         if type(value) not in (int, float) or not isfinite(value):
-            raise ValueError(f"a message has {value!r} where a number belongs: give all the same version")
+            raise ValueError(f"a message has {value!r} where a number belongs: give all workers one version")
         return float(value)
     json_type = {tuple: list, Mapping: dict}.get(origin, origin)
     kinds = args[:1] * len(value) if args[1:] == (...,) and type(value) is list else args
     if type(value) is not json_type or (origin is tuple and len(value) != len(kinds)):
-        raise ValueError(f"a message has {value!r} where a {json_type.__name__} belongs: give all the same version")
+        raise ValueError(f"a message has {value!r} where a {json_type.__name__} belongs: give all workers one version")
     if origin is Mapping:
         return {_value(args[0], name): _value(args[1], item) for name, item in value.items()}
     return tuple(map(_value, kinds, value)) if origin is tuple else value

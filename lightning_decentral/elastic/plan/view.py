@@ -2,7 +2,7 @@
 elastic run, and the settings of one worker.
 
     number   1, 2, 3, ...: one more for every view
-    needed   members of the last view's n that the next one must keep: min(n // 2 + 1, least); one of two
+    needed   members of the last view's n that the next one must keep: min(n // 2 + 1, least); 1 if n = 2
 
 Only one side of a cut network can have more than half of the members, so both sides can't make a view. The operator's
 minimum `least` may allow a smaller side: then the lobby alone decides which side continues. A worker that doesn't reach
@@ -82,7 +82,8 @@ class View:
             "lost": (f"{shown(name)} ({why[name in ended]})" for name in lost),
         }
         texts = [f"; {change}: {', '.join(found)}" for change, names in changes.items() if (found := list(names))]
-        return f"view {self.number}: {len(self.members)} workers from round {self.first_round}{''.join(texts)}"
+        count = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
+        return f"view {self.number}: {count} from round {self.first_round}{''.join(texts)}"
 
 
 @checked

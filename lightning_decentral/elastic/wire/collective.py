@@ -75,7 +75,7 @@ class Collective:
         return result
 
     def begins(self, key: Key) -> None:
-        """Record that this member has reached the collective `key`, and sends no value to earlier ones."""
+        """Record that this member has reached the collective `key`, and sends no value to earlier collectives."""
         with self._changed:
             self._now = max(self._now, key)
             self._changed.notify_all()

@@ -57,7 +57,7 @@ class Course:
                 self._learn_of(view)
 
     def so_far(self) -> list[View]:
-        """Return the kept views up to the one in force, by number."""
+        """Return the remembered views (memberships) up to the one in force, by number."""
         assert self.view is not None
         return [self._views[number] for number in sorted(self._views) if number <= self.view.number]
 

@@ -186,7 +186,7 @@ class Participant(Course):
         return [weight_of(name) for name in self.view.members] if self.view else [own]
 
     def present(self) -> list[str]:
-        """Return the members that are reached, the oldest first."""
+        """Return the members with which this one can communicate, the oldest first."""
         assert self.view is not None
         lost, state, own = self.worker.mesh.lost, self.worker.lobby_client.state, self.worker.name
         return [n for n in self.view.members if n == own or not (n in lost or state.without(self.view, n))]

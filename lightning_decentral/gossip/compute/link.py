@@ -90,7 +90,7 @@ class Coder(Memory):
         self.bytes += sum(r.numel() * r.element_size() for r in references)
 
     def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
-        """Encode to {target: payload}, from the pool if not the message itself; targets of one audience share it.
+        """Encode to {target: payload}: buffers of the pool, or the message; targets of one audience share one.
 
         message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ.
         """

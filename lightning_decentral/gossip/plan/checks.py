@@ -23,9 +23,9 @@ def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, i
     """Raise ValueError unless w_ij = w_ji in every step; `instead` names an alternative for the error."""
     for step in range(min(topology.period(size), CHECKED_STEPS)):
         matrix = mixing_matrix(topology, size, step, weights)
-        apart = np.abs(matrix - matrix.T)
-        i, j = np.unravel_index(int(apart.argmax()), apart.shape)
-        if apart[i, j] > 1e-9:
+        difference = np.abs(matrix - matrix.T)
+        i, j = np.unravel_index(int(difference.argmax()), difference.shape)
+        if difference[i, j] > 1e-9:
             raise ValueError(
                 f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} "
                 f"the weight {matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: "

@@ -75,8 +75,8 @@ def per_step(
 def sampled(
     compute: Floats, exchange: Sequence[Floats], plan: Sequence[Round], delay: int, work: Sequence[Floats]
 ) -> Floats:
-    """Mean seconds per step, as `per_step`, for a period longer than the counted steps. To the seconds of a step
-    without messages come those that messages add, scaled from the counted steps to the period:
+    """Mean seconds per step, as `per_step`, for a period longer than the counted steps. The seconds of a step without
+    messages, plus the seconds that messages add, scaled from the counted steps to the period:
 
     alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)
     """
@@ -177,7 +177,7 @@ class GossipForecast(Method):
         return found
 
     def memory_bytes(self, setting: Setting) -> float:
-        """Bytes on a device: those of training, messages in flight, and states of rule and codec."""
+        """Bytes on a device: of training, of messages in flight, and of the states of rule and codec."""
         flying = 0.0
         for talk in self._talks(setting):
             part, plan = talk.bytes / self.within.devices, self._rounds(setting, talk)
@@ -202,7 +202,7 @@ class GossipForecast(Method):
         return max(1, setting.cluster.per_node // self.within.devices)
 
     def _talks(self, setting: Setting) -> list[Talk]:
-        """Messages of a step: the parameters', then those of mixed optimizer states."""
+        """Messages of a step: one with the parameters, then one for each mixed optimizer state."""
         model, parts = setting.model, len(self.topology.fragments)
         states = [Talk(b.topology, b.encoding, model.bytes_of_state(b.name)) for b in self.beside]
         return [Talk(self.topology, self.encoding, model.parameter_bytes / parts), *states]
@@ -225,7 +225,7 @@ class GossipForecast(Method):
             for load in loads:
                 moved = [price.seconds(copies * part) for price, copies in self._exchanged(setting, talk, load)]
                 # Codes go to owners of parts, and back. Messages inside nodes and between nodes are sent at the same
-                # time; # the gather needs all.
+                # time; the gather needs all of them.
                 ways = 2 if load.clique and talk.encoding.cliques is Cliques.OWNERS else 1
                 seconds[load] = ways * max(moved) + gathered if moved else 0.0
             own = [np.array([seconds[load] for load in one.loads]) for one in plan]

@@ -182,7 +182,7 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     by_eigenvalue = lowest(stable_rate)
     if flights == 1 or len(talking) == 1:
         return by_eigenvalue
-    # The smallest stable rate of the single matrices isn't always safe: seven workers in five random pairings with #
+    # The smallest stable rate of the single matrices isn't always safe: seven workers in five random pairings with
     # delay 2 diverge at rates below 1.
     in_any_order = lowest(rate_for_any_order)
     if (size - 1) * window > LARGEST_PERIOD_STATE:

@@ -39,12 +39,12 @@ class Encoding:
     cliques: Cliques = Cliques.RING  # how workers exchange messages if all of a group receive from all
 
     def work(self, model: Model) -> RoundWork:
-        """Measured work of a round with this codec, or that of unencoded messages plus the assumed work."""
+        """Measured work of a round with this codec, or the work for unencoded messages plus the assumed work."""
         known = {work.codec: work for work in model.rounds}
         plain, more = known.get(AS_THEY_ARE, UNMEASURED), self.assumed
         own = plain.own_seconds_per_byte + more.own_seconds_per_byte
-        heard = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
-        return known.get(self.codec, RoundWork(self.codec, own, heard, plain.round_seconds, plain.message_seconds))
+        each = plain.heard_seconds_per_byte + more.heard_seconds_per_byte
+        return known.get(self.codec, RoundWork(self.codec, own, each, plain.round_seconds, plain.message_seconds))
 
 
 PLAIN = Encoding()

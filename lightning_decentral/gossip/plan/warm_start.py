@@ -2,9 +2,9 @@
 
 A separate module, as it only combines two forecasts:
 
-seconds, bytes = share * those of an exact step + (1 - share) * those of the rule's step
+cost = share * cost of an exact step + (1 - share) * cost of the rule's step     (seconds, bytes)
 
-Short, as it wraps a `GossipForecast`, which knows nothing of it.
+Short, as it wraps a `GossipForecast`, which doesn't depend on it.
 """
 
 from dataclasses import dataclass

@@ -49,10 +49,10 @@ class CliqueMessage(MessageInFlight):
         sane, finite = sound(scales_in(headers)), torch.isfinite(scales_in(headers))
         exchange.verdicts.judge(self.step, self.clique, headers, sane)
         received = finite.sum()  # all workers, unless a message was refused
-        # On a GPU without a test on the host, which would wait.
+        # On a GPU always: a test on the host would wait for the device.
         if total.device.type != "cpu" or int(received) < len(self.clique):
             total.div_((received.clamp(min=1) / len(self.clique)).to(total.dtype))
-        # Nor if all messages were refused: an empty sum is no model.
+        # The sum isn't used either if all messages were refused: an empty sum is no model.
         taken = (sane == finite).all() & finite.any()
         refuse(total, self.sent, taken)
         if exchange.verdicts.complaint:

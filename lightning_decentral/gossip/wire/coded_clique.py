@@ -126,7 +126,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
         buffers = self._parts.from_owners(whole)
         sends, receives = messages(dict.fromkeys(self.others, codes)), messages(buffers)
         outgoing, incoming = self.back.exchange(sends, receives)
-        self._sent_back += bytes_of(sends)  # apart from bytes that another thread sends meanwhile
+        self._sent_back += bytes_of(sends)  # counted separately from bytes that another thread sends
         self.waited.during(pending.wait for pending in incoming)
         self._parts.of(self.transport.rank, whole).copy_(mean)
         for owner, received in buffers.items():

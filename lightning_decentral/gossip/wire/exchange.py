@@ -196,7 +196,7 @@ class Exchange(ABC, Generic[M]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> M:
         """Copy and encode one bucket's message for sending. By the end of `settle` the copy has the decoded values; it
         belongs to the exchange until `land`. `place` is the bucket's index among the admitted; the buckets of a round
-        are launched in order. `copied`: the copy, if made already."""
+        are launched in order. `copied`: the copy, if it exists already."""
 
     def _copy(self, message: Tensor, copied: Copied | None) -> Tensor:
         return copied.message if copied else self.pool.take(message).copy_(message)
@@ -213,7 +213,7 @@ class Exchange(ABC, Generic[M]):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counters of one worker's communication; in an island those of one device, which sends a part of what is planned.
+    """Counters of one worker's communication; in an island of one device, which sends a part of a worker's bytes.
 
     `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing
     of a round's first bucket, as the host sees them.

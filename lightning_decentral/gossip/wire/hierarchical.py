@@ -47,8 +47,8 @@ class GatherExchange(Exchange["Parts"]):
         self.inner.admit([self._part(bucket) for bucket in buckets], combine)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Parts":
-        """Launch a message. Memory until mixed: a copy, that of the inner exchange for the part, and under NCCL another
-        copy of the message for the gather."""
+        """Launch a message. Memory until mixed: a copy of the message, the inner exchange's memory for the part, and
+        under NCCL another copy for the gather."""
         sent = self._copy(message, copied)
         return self._order.begin(lambda: self._begin(sent, step, place), self.inner, step)
 
@@ -95,8 +95,7 @@ class GatherExchange(Exchange["Parts"]):
         return message.numel() % self.inside.size == 0
 
     def traffic(self) -> Traffic:
-        """Traffic of the inner exchange, plus the seconds waited for the other parts. `bytes_sent` are those that left
-        the island."""
+        """Traffic of the inner exchange, plus the seconds waited for the other parts. `bytes_sent` left the island."""
         return self._order.traffic(self.inner.traffic() + Traffic(wait_seconds=self._waited.seconds()))
 
 

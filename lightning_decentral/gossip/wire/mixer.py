@@ -122,7 +122,7 @@ class Mixer:
         return [share for share in map(self._combine.share, self._states) if share is not None]
 
     def mixing(self) -> dict[str, float]:
-        """Values of the last round to log, those that the rule has."""
+        """Values of the last round to log, as far as the rule has them."""
         return self._combine.mixing(self.turn(max(0, self.round - 1)))
 
     def codec_errors(self) -> list[float]:

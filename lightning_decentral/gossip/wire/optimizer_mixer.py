@@ -167,7 +167,7 @@ class OptimizerMixer:
             yield from ((place, view) for place, view in bucket.views(torch.cat(flat)) if place not in written)
 
     def traffic(self) -> Traffic:
-        """Traffic of parameters and states; the number of rounds is that of the parameters."""
+        """Traffic of parameters and states; only rounds of the parameters are counted."""
         return self.mixer.traffic() + self._of_states()
 
     def _of_states(self) -> Traffic:
@@ -175,9 +175,9 @@ class OptimizerMixer:
         return sum((replace(traffic, rounds=0) for traffic in others), Traffic())
 
     def state_dict(self) -> dict[str, Any]:
-        beside = {state.name: state.state_dict() for state in self.states}
+        states = {state.name: state.state_dict() for state in self.states}
         packed = {"orders": orders(self.buckets), "padding": [bucket.padding for bucket in self.buckets]}
-        return self.mixer.state_dict() | packed | ({"beside": beside} if beside else {})
+        return self.mixer.state_dict() | packed | ({"beside": states} if states else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Errors as `Mixer.load_state_dict`."""

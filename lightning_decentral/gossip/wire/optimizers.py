@@ -82,9 +82,9 @@ class Mixers:
         mixers, states = making.mixers(), making.states(optimizer)
         made: list[OptimizerMixer] = []
         for place, mixer in enumerate(mixers):
-            fragment, beside = (place, len(mixers)), () if place else states
+            fragment, mixed = (place, len(mixers)), () if place else states
             own = partial(self._others_sick, mixer), partial(self._place, mixer)
-            made.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, beside, *own))
+            made.append(OptimizerMixer(optimizer, mixer, making, self._taken, fragment, mixed, *own))
         return made
 
     def _place(self, own: Mixer) -> int:

@@ -42,8 +42,8 @@ class OverlapExchange(Exchange["Overlapped"]):
         leaving          | encode |  send |
         arriving         ... mix |        | wait, decode, mix |
 
-    A training step waits only for a copy of the parameters and for the correction. The order of operations on every
-    bucket, and so the bits, are those of the inner exchange, which must be on the CPU with a transport of its own.
+    A training step waits only for a copy of the parameters and for the correction. Operations on every bucket have the
+    order, and so the bits, of the inner exchange, which must be on the CPU with a transport of its own.
     """
 
     def __init__(self, inner: Exchange[Any]) -> None:
@@ -67,7 +67,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         self.inner.admit(buckets, combine)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Overlapped":
-        """Launch a message. Memory until mixed: a copy, that of the inner exchange, and decoded messages."""
+        """Launch a message. Memory until mixed: a copy, the inner exchange's memory, and decoded messages."""
         # A copy is sent: the correction subtracts the sent values, and updates change the parameters meanwhile.
         sent = copied.message if copied else self.pool.take(message).copy_(message)
         launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))

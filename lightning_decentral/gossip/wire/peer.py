@@ -179,8 +179,8 @@ class PeerExchange(Arrivals[PeerMessage]):
     """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages.
 
     Every message is preceded by a header (round, elements of all buckets); a header of another round is an error. A
-    message with NaN, infinity or numbers far too large next to the others is refused and counted: its weight is added
-    to that of the receiver's own parameters.
+    message with NaN, infinity or numbers far too large next to the others is refused and counted: the receiver's own
+    parameters get its weight.
     """
 
     coder: Coder = field(init=False)

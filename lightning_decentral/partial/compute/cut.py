@@ -58,14 +58,11 @@ def scale_gradient(value: Any, factor: float) -> Any:
 
 
 class Cutter:
-    """Cuts a module at boundaries: the inputs of some of its blocks, in the order of the forward.
+    """Cuts a module, or a LightningModule around it, at boundaries: the inputs of some of its blocks, by their names,
+    in the order of the forward.
 
     Within `with cutter.at(cut, factors)` everything before boundary `cut` runs without a graph: no saved activations,
     no backward. Gradients across boundary j are multiplied by factors[j]. Code outside the module isn't changed.
-
-    Args:
-        root: the module, or a LightningModule around it.
-        boundaries: names of modules.
     """
 
     def __init__(self, root: nn.Module, boundaries: Sequence[str]) -> None:
@@ -207,14 +204,9 @@ class Judged:
 
 
 def judge(root: nn.Module, boundaries: list[str], run: Run) -> list[Judged]:
-    """Judge every parameter's position relative to every boundary. Changes the module's gradients.
-
-    Runs three forwards and backwards (one shared by all boundaries); `run` must draw the same random numbers each
-    time.
-
-    Raises:
-        ValueError: the forward doesn't pass the boundaries in this order, each once per pass.
-    """
+    """Judge every parameter's position relative to every boundary. Changes the module's gradients. Runs three forwards
+    and backwards (one shared by all boundaries); `run` must draw the same random numbers each time. ValueError: the
+    forward doesn't pass the boundaries in this order, each once per pass."""
     cutter = Cutter(root, boundaries)
     try:
         plain = gradients(root, run, cutter.at(None))

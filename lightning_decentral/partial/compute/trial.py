@@ -172,7 +172,7 @@ def _copied(state: dict[str, Any], held: dict[int, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def write_back(buffer: Tensor, value: Tensor) -> None:
-    """Restore a buffer's value if it has changed. Unchanged ones may be unwritable: expanded, sparse."""
+    """Restore a buffer's value if it has changed. Unchanged buffers may be unwritable: expanded, sparse."""
     if buffer.layout is not torch.strided:
         return
     if buffer.shape != value.shape or not torch.equal(buffer.nan_to_num(), value.nan_to_num()):

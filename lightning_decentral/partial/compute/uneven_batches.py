@@ -28,15 +28,9 @@ def counts(shares: Sequence[float], samples: int) -> list[int]:
 
 
 class SharedBatches(Sampler[list[int]]):
-    """Sampler of this worker's slice of every global batch: the samples of all workers' DistributedSamplers.
-
-    An incomplete last batch is left out.
-
-    Args:
-        sampler: this worker's DistributedSampler.
-        batch_size: of each worker, if all were equal.
-        sizes: samples of each worker; their sum is the number of workers times `batch_size`.
-    """
+    """Sampler of this worker's slice of every global batch: the samples of all workers' DistributedSamplers, of which
+    `sampler` is this worker's. `sizes`: samples of each worker, `batch_size` on average. An incomplete last batch is
+    left out."""
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, sizes: Sequence[int]) -> None:
         self.sampler, self._batch_size, self.sizes = sampler, batch_size, tuple(sizes)

@@ -27,7 +27,7 @@ def _seconds(costs: Sequence[BlockCost]) -> float:
 
 
 def memory_fraction(costs: Sequence[BlockCost], depth: int) -> float:
-    """Saved activations of the top `depth` pieces over those of all pieces."""
+    """Saved activations of the top `depth` pieces, as a fraction of all saved activations."""
     saved = saved_bytes(costs)
     return saved_bytes(costs[-depth:]) / saved if saved else 1.0
 

@@ -88,7 +88,7 @@ def contributors(assignment: DepthAssignment, size: int, step: int, segments: in
 
 
 def check(assignment: DepthAssignment, size: int, segments: int) -> None:
-    """Check that every segment has a contributor at some step; ValueError: the lowest ones never do."""
+    """Check that every segment has a contributor at some step; ValueError: the lowest segments never do."""
     reach = assignment.reach(size, segments)
     if reach < segments and assignment.warm_up == 0:
         raise ValueError(
@@ -178,7 +178,7 @@ class Temporal(DepthAssignment):
     """The same depth on every worker: depth = order(step).
 
     All workers save compute and traffic in the same step, so the step gets shorter: (1 + 2 f) / 3 of a full step at
-    fraction f of equal blocks. Peak memory is that of the largest depth: with a warm-up, or an order with full steps
+    fraction f of equal blocks. The largest depth sets the peak memory: with a warm-up, or an order with full steps
     such as the default, as much as `Full` needs. By default the first quarter of the run is at full depth.
     """
 

@@ -14,7 +14,7 @@ from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.partial.plan.depth import DepthAssignment, check, contributors
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.shared.compute.device import DeviceSteps
+from lightning_decentral.shared.compute.device import DeviceSteps, Turn
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.transport import Wire
 
@@ -81,7 +81,7 @@ class DepthController:
 
 def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> list[float]:
     """Gradient factors of the boundaries between segments j and j + 1. They multiply a gradient that crossed all
-    boundaries above segment s by W / W_s. A segment that nobody trains changes nothing."""
+    boundaries above segment s by W / W_s. A segment that no worker trains changes nothing."""
     sums = [float(sum(weights[rank] for rank in ranks)) for ranks in contributors]
     assert not sums[-1] or len(contributors[-1]) == len(weights), (
         "what lies above the last boundary is trained by all workers, or by none"
@@ -94,15 +94,12 @@ def factors(contributors: Sequence[Sequence[int]], weights: Sequence[float]) -> 
 
 class CutSteps(DeviceSteps):
     """Runs steps whose backward stops at a cut, and averages their gradients segment by segment during the backward.
-
-    Args:
-        absent: what the optimizer does to parameters that no worker trained.
-        waiting: context around waits for other workers.
-    """
+    `waiting`: context around waits for other workers."""
 
     def __init__(self, absent: Absent, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.driver: DepthController | None = None
         self.reducer: Reducer | None = None
+        self.turn = Turn()
         self._absent, self._waiting, self._blocked = absent, waiting, False
 
     def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
@@ -111,6 +108,10 @@ class CutSteps(DeviceSteps):
             self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
             equal.join(self.reducer)
         self.driver = driver
+
+    def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        self.turn.take()
+        return step()
 
     def before(self, loss: Any) -> None:
         self.begin()
@@ -129,6 +130,7 @@ class CutSteps(DeviceSteps):
         """Finish a backward: wait for the averaged gradients."""
         if self.driver is not None:
             self.driver.bypass.end()
+        self.turn.give()
         if self.reducer is not None and not self._blocked:
             with self._waiting():
                 self.reducer.finish()

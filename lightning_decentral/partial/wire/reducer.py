@@ -62,11 +62,7 @@ class ContributorBucket(GradientBucket):
 
 class Packing:
     """Bucket layout: which gradients are sent together. All gradients of a dtype and device share one tensor.
-
-    Args:
-        segments: trained parameters of each segment from the bottom.
-        bucket_bytes: maximum of a bucket, unless one parameter is larger; by default `bucket_bytes_of` them.
-    """
+    `bucket_bytes`: most of a bucket, unless one parameter is larger; by default `bucket_bytes_of` them."""
 
     def __init__(self, segments: Sequence[Sequence[nn.Parameter]], bucket_bytes: int | None) -> None:
         self._most = bucket_bytes or bucket_bytes_of(p for segment in segments for p in segment)
@@ -142,8 +138,6 @@ class Reducer(Average):
         """Remove the hooks from the parameters."""
         self._launcher.watch(())
         self._reported = []  # the last comparison is still to be read
-
-    # ---- one backward -------------------------------------------------------------------------------------------
 
     def serve(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise RuntimeError for a trained parameter that belongs to no segment."""

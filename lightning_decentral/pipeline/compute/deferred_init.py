@@ -39,7 +39,7 @@ class _View:
         return int(self.storage._cdata)
 
     def real(self, storages: Mapping[Key, Tensor]) -> Tensor:
-        """The same view of the storage that now has memory."""
+        """Make the same view of the storage, which has memory by now."""
         return torch.empty(0, dtype=self.dtype).set_(storages[self.key].untyped_storage(), *self.place)
 
 
@@ -67,16 +67,13 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Done:
-    """Recorded operation: its arguments, its results, and the generator's state if it drew random numbers.
-
-    `default`: torch's default dtype at that time, which tensors without an explicit dtype get.
-    """
+    """Recorded operation: its arguments, its results, and the generator's state if it drew random numbers."""
 
     function: Any
     given: tuple[tuple[Any, ...], dict[str, Any]]
     result: Any
     state: Tensor | None
-    default: torch.dtype
+    default: torch.dtype  # torch's at that time, which tensors without an explicit dtype get
 
     def touched(self) -> set[Key]:
         """Storages that the operation read or wrote."""

@@ -45,18 +45,9 @@ def called(model: Pipelined, step: Callable[[], Any]) -> Call:
 
 
 class Suspended:
-    """The user's step, run up to its call of the model, where it waits in its own thread.
-
-    Args:
-        step: run at once, up to its call of the model.
-        place: the device whose modes (autocast, stream) the step uses, as set in the thread that creates this.
-
-    Attributes:
-        call: the step's call of the model.
-
-    Raises:
-        ValueError: the step returned without a call. The step's own exceptions are raised here.
-    """
+    """The user's step, run at once up to its `call` of the model, where it waits in its own thread. `place`: the device
+    whose modes (autocast, stream) it uses, as set in the thread that creates this. ValueError: the step returned
+    without a call. The step's own exceptions are raised here."""
 
     def __init__(self, model: Pipelined, step: Callable[[], Any], place: torch.device) -> None:
         self._model, self._step, self._modes = model, step, ThreadModes(place)

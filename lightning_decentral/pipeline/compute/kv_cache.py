@@ -67,13 +67,9 @@ class _Extend(torch.autograd.Function):
 
 
 class KVCache:
-    """Keys and values of all layers for one micro-batch, with the interface of a `transformers` cache.
-
-    A model is called once per slice, after `at(start, stop)`.
-
-    Attributes:
-        stores: (keys, values) by layer, for layers that have stored any.
-    """
+    """Keys and values of all layers for one micro-batch, with the interface of a `transformers` cache. A model is
+    called once per slice, after `at(start, stop)`. `stores`: (keys, values) by layer, for layers that have stored
+    any."""
 
     is_compileable = False
 

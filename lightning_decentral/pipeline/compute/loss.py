@@ -37,7 +37,7 @@ class TargetCount(TorchFunctionMode, ContextDecorator):
         return result
 
     def targets(self, loss: Tensor) -> Tensor | None:  # ()
-        """Number of targets, without ignored ones, that `loss` is the mean over: a scalar on their device, the host
+        """Number of targets, without ignored targets, that `loss` is the mean over: a scalar on their device, the host
         doesn't wait. None if the loss isn't known to be a mean."""
         for value, target, ignore_index in self._means:
             if value is loss or (value.grad_fn is not None and value.grad_fn is loss.grad_fn):

@@ -54,8 +54,6 @@ class Pipelined(ABC):
         self.module = module
         self._removed: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
-    # ---- parts --------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def keep(self, place: StagePlace) -> None:
         """Remove from the module what stands on other stages. The remaining names don't change."""
@@ -76,8 +74,6 @@ class Pipelined(ABC):
     @abstractmethod
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
         """Return (blocks, embedding, head): bytes of parameters, which also stand in for seconds."""
-
-    # ---- one call -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -91,7 +91,7 @@ class Stage:
         calls: Sequence[Call],  # one for each micro-batch
         slices: Sequence[int],  # lengths in tokens; `(1,)` for a model without a token axis
         activations: Activations,
-        weights: SplitWeights | None = None,  # if the schedule splits backwards; None: in the backward
+        weights: SplitWeights | None = None,  # if the schedule splits the backward; None: in the backward
     ) -> None:
         self.place, self.calls = place, calls
         self.bounds = list(pairwise(accumulate(slices, initial=0)))
@@ -124,10 +124,8 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, index: int, grad: Tensor) -> Tensor | None:  # as the chunk's output
-        """Run one chunk's backward: add gradients of parameters to `.grad` and return that of `hidden`.
-
-        Returns None on the first stage.
-        """
+        """Run one chunk's backward: add gradients of parameters to `.grad` and return that of `hidden`; None on the
+        first stage."""
         if (microbatch, index) not in self._kept:  # nothing here or before is trained
             return None
         gradient, zeros, output = self._kept.pop((microbatch, index))

@@ -45,7 +45,7 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
     Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
     """
-    # No cut has more pieces than places.
+    # No cut has more pieces than there are positions to cut at.
     best, before = cheapest_ways(np.where(costs <= bound, costs, np.inf), min(max_pieces, len(costs) - 1))
     pieces = int(best[:, -1].argmin())
     if not np.isfinite(best[pieces, -1]):
@@ -55,7 +55,7 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
 def over_bounds(candidates: Sequence[float], whole: Callable[[float], Cuts | None], factor: float) -> Cuts | None:
     """Return the cut that attains min over t in candidates of whole(t) + factor * t, exactly; None if no bound works.
-    `whole`: the best cut under bound t; its cost never grows with t."""
+    `whole`: returns the best cut under bound t; its cost never grows with t."""
     bounds = sorted(set(candidates))
     best: tuple[float, Cuts] | None = None
     intervals = [(0, len(bounds) - 1)]

@@ -7,9 +7,10 @@ parallelism.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import lcm
 
-from lightning_decentral.pipeline.plan.partition import NOTHING, Even, Partition
+from lightning_decentral.pipeline.plan.partition import Even, Partition
 from lightning_decentral.pipeline.plan.schedule import (
     Costs,
     Kind,
@@ -128,10 +129,19 @@ class Pipelining(Method):
         return stages
 
     def _parts(self, setting: Setting) -> list[tuple[BlockCost, ...]]:
-        """List the blocks of each stage."""
+        """List the blocks of each stage. What is before and after the numbered ones of a profile, such as `h.0`, is
+        embedding and head, which no stage has for itself."""
         blocks = setting.model.blocks
-        counts = self.partition.counts(blocks, NOTHING, NOTHING, self._stages(setting))
-        return [blocks[sum(counts[:r]) : sum(counts[: r + 1])] for r in range(len(counts))]
+        numbered = [at for at, block in enumerate(blocks) if block.name.rpartition(".")[2].isdigit()]
+        first, end = (numbered[0], numbered[-1] + 1) if numbered else (0, len(blocks))
+        embedding, head = _joined(blocks[:first]), _joined(blocks[end:])
+        counts = self.partition.counts(blocks[first:end], embedding, head, self._stages(setting))
+        at = [0, *(first + done for done in accumulate(counts[:-1])), len(blocks)]
+        return [blocks[a:b] for a, b in pairwise(at)]
+
+
+def _joined(part: Sequence[BlockCost]) -> BlockCost:
+    return BlockCost(forward_seconds=sum(block.pass_seconds for block in part), parameter_bytes=_bytes(part))
 
 
 def _bytes(part: Sequence[BlockCost]) -> int:

@@ -31,7 +31,7 @@ def refuse_more_stages_than_blocks(num_stages: int, num_blocks: int) -> None:
 
 
 class Partition(ABC):
-    """Policy that assigns blocks to stages; a frozen value that knows no model."""
+    """Policy that assigns blocks to stages; a frozen value that doesn't depend on the model."""
 
     @abstractmethod
     def counts(

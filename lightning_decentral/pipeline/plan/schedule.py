@@ -14,7 +14,7 @@ A stage posts receives before the actions that need them:
 Over NCCL a posted receive is a running kernel, and so is a send until its receive is posted. Whatever waits for a whole
 device (freed memory, a kernel's first loading, `torch.cuda.synchronize`) waits for both. Two ahead can deadlock: the
 sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent and posted
-only messages of actions before X, so it waits only for stages at earlier actions. The earliest goes on.
+only messages of actions before X, so it waits only for stages at earlier actions, and the earliest stage continues.
 
 Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late.
 """

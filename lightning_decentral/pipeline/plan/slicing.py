@@ -35,15 +35,9 @@ BACKWARD_OVER_FORWARD = 2.0  # a backward multiplies two matrices for each that 
 def plan(
     length_tokens: int, num_stages: int, seconds: Seconds, *, granularity: int = 1, max_slices: int | None = None
 ) -> tuple[int, ...]:
-    """Find the slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly.
-
-    Args:
-        seconds: seconds(tokens, context) of one slice on one stage: positive.
-        granularity: slices are multiples of it, except the last if it doesn't divide the length.
-        max_slices: maximum number of slices.
-
-    Raises:
-        ValueError: a number below 1.
+    """Find the slices l_1, l_2, .. that minimise sum t_i + (num_stages - 1) max t_j, exactly. `seconds`:
+    seconds(tokens, context) of one slice on one stage: positive. `granularity`: slices are multiples of it, except the
+    last if it doesn't divide the length. ValueError: a number below 1.
 
     Source: TeraPipe 2102.07988, algorithm 1.
     """
@@ -78,7 +72,7 @@ class Situation:
 
     Args:
         seconds: seconds(tokens, context) forward of one slice on the slowest stage.
-        backward_over_forward: seconds of a backward over those of a forward.
+        backward_over_forward: seconds of a backward, divided by seconds of a forward.
         link_seconds: until the next stage has a result.
         max_tokens_in_flight: maximum of tokens whose activations the first stage may keep.
         error: of simulated steps, relative: smaller differences don't count.
@@ -126,7 +120,7 @@ def equal(length_tokens: int, num_slices: int, *, granularity: int = 1) -> tuple
 
 
 class Slicing(ABC):
-    """Policy that cuts a sequence into slices; a frozen value that knows no length."""
+    """Policy that cuts a sequence into slices; a frozen value that doesn't depend on the length."""
 
     measures: bool = False
     """True if the policy needs `situation.seconds` from measurements of the real model."""
@@ -174,7 +168,6 @@ class Balanced(Slicing):
 @dataclass(frozen=True, kw_only=True)
 class Planned(Slicing):
     """Cut so that a simulated step is shortest within the memory bound, by measurements of the real model.
-
 
     Among slices within the situation's error, the fewest are taken. Candidates are slices of equal cost (`balance`) and
     of equal length for every number up to `max_slices`, and `plan`. The result isn't proven to be optimal under 1F1B,

@@ -188,12 +188,9 @@ _name = cache(str)  # names of actions, cached: a run has few
 
 
 class Executor:
-    """Executes the actions of one stage in one step.
-
-    Args:
-        loss_of: computes the loss on the last stage; called for each micro-batch after its last slice's forward.
-        own: clock of `own_seconds`; by default the processor time of this thread.
-    """
+    """Executes the actions of one stage in one step. `loss_of`: computes the loss on the last stage, for each
+    micro-batch after its last slice's forward. `own`: clock of `own_seconds`; by default the processor time of this
+    thread."""
 
     def __init__(self, stage: Stage, channel: Channel, loss_of: LossOf, own: Clock = time.thread_time) -> None:
         self._stage, self._channel, self._loss_of, self._own = stage, channel, loss_of, own

@@ -93,7 +93,7 @@ class Ownership:
 
     @torch.no_grad()
     def share_buffers(self, device: torch.device) -> None:
-        """Copy the last stage's buffers to every stage, except those of other stages' blocks. Collective.
+        """Copy the last stage's buffers to every stage, except buffers of other stages' blocks. Collective.
 
         Code of the user's step after its call of the model runs only on the last stage.
         """
@@ -103,7 +103,7 @@ class Ownership:
                 self._put(name, form, self._over.size - 1, device, self._over)
 
     def _forms(self, everywhere: bool) -> dict[str, Form]:
-        """Forms of buffers by name: those of modules on all stages, or those of blocks."""
+        """Forms of buffers by name: buffers of modules on all stages, or of blocks."""
         found = {}
         for path, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items() if (path in self._everywhere) == everywhere else ():

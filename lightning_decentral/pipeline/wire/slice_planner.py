@@ -72,13 +72,8 @@ class MeasuredSteps:
 
 
 def profile(pipe: StageRunner, call: Call) -> StageCost:
-    """Measure this stage with one micro-batch, all stages together; changes no random state. Collective.
-
-    Removes the gradients of the model's parameters.
-
-    Raises:
-        ValueError: the sequence is too short for a fit.
-    """
+    """Measure this stage with one micro-batch, all stages together; changes no random state, and removes the gradients
+    of the model's parameters. Collective. ValueError: the sequence is too short for a fit."""
     device, length = call.inputs.device, pipe.model.length(call)
     if length < max(COUNTS):
         raise ValueError(f"{length} tokens are too few to measure slices of: use slicing=Uniform(n) or Given(lengths)")
@@ -198,14 +193,11 @@ class SlicePlanner:
     def plan(
         self, slicing: Slicing, call: Call, pipe: StageRunner, world: Transport | None, planned: Callable[[], None]
     ) -> list[int]:
-        """Return the slices for a call; the first call of a length and size makes a plan. Collective over `world`.
+        """Return the slices for a call; the first call of a length and size makes a plan, and calls `planned`.
+        Collective over `world`.
 
         A slicing that measures removes gradients: all stages' costs are measured before a step that needs it. A
-        measurement serves all sequences that aren't longer, with this batch size, and with a mask only if it had
-        one.
-
-        Args:
-            planned: called for each new plan.
+        measurement serves all sequences that aren't longer, with this batch size, and with a mask only if it had one.
         """
         length = pipe.model.length(call)
         if slicing.measures:

@@ -149,8 +149,6 @@ class StageRunner:
                 shapes.append(found)
         self._shapes[call.inputs.shape] = shapes
 
-    # ---- sums at the end of a step --------------------------------------------------------------------------------
-
     def gather(self, value: T) -> list[T]:
         """Gather a small value from every stage. Collective."""
         return [value] if self.over is None else gather_objects(self.over, value)

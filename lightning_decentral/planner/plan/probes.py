@@ -58,7 +58,7 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     # Weights between those of equal errors, which would forget the latency, and of equal relative errors, which would
     # take a bandwidth from small messages that a buffer on the way swallows whole.
     weights = 1 / seconds
-    # The minimum lies where the gradient is zero, or on the border: a line through zero, or a level one.
+    # The least error lies where its gradient is zero, or on the border: a line through zero, or a level line.
     slowest = 1 / MOST_BYTES_PER_SECOND
     lines = [(0.0, sizes.sum() / (weights @ sizes**2 or 1.0)), (len(points) / weights.sum(), slowest)]
     if len(set(sizes)) > 1:

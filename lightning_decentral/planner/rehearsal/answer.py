@@ -188,9 +188,9 @@ class Answer:
         columns = zip(*((before, came, abs(before - came)) for before, came, _ in known), strict=True)
         predicted, came, off = (max(0.0, *column) for column in columns)
         fewer = ", ".join(f"{row.title} on {row.workers} workers" for *_, row in known if row.given_rate)
-        less = [f"so the learning rate of the first method of gossip was taken for {fewer}"] if fewer else []
-        what = f"what workers of gossip lose to their mean in the end: up to {predicted:.4f} was predicted"
-        return [f"{what}, up to {came:.4f} came, and no method was further off than {off:.4f}", *less]
+        less = [f"so the learning rate of the first gossip method was taken for {fewer}"] if fewer else []
+        what = f"excess loss of gossip's workers over their mean in the end: predicted up to {predicted:.4f}"
+        return [f"{what}, measured up to {came:.4f}, the prediction at most {off:.4f} off", *less]
 
     def _over_rates(self) -> list[str]:
         """Methods to train with at other rates of the network cards, a line for each number of workers."""
@@ -233,11 +233,7 @@ AXES: tuple[tuple[str, Across], ...] = (
 
 
 def page(found: Answer) -> str:
-    """Make the page with the table and, for each number of workers, the curves.
-
-    Raises:
-        ValueError: no matplotlib.
-    """
+    """Make the page with the table and, for each number of workers, the curves. ValueError: no matplotlib."""
     return f"{HEAD}<style>{STYLE}</style>\n{chr(10).join(_body(found))}\n</html>\n"
 
 

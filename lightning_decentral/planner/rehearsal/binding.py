@@ -1,7 +1,6 @@
 """Lightning strategy of one rehearsed worker, whose collectives run between the threads of this process.
 
-A Trainer's collectives (sums, broadcasts, barriers) reach the other workers' threads by torch.distributed's own calls
-(`in_process_group`).
+A Trainer's collectives reach the other workers' threads by torch.distributed's own calls (`in_process_group`).
 """
 
 import os
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -87,13 +87,9 @@ class Binding(DDPStrategy):
 
     # ---- ranks -----------------------------------------------------------------------------------------------------
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._place.device
-
-    @property
-    def global_rank(self) -> int:
-        return self._place.worker
+    root_device = property(attrgetter("_place.device"))
+    global_rank = property(attrgetter("_place.worker"))
+    world_size = property(attrgetter("_place.workers"))
 
     @property
     def local_rank(self) -> int:
@@ -102,10 +98,6 @@ class Binding(DDPStrategy):
     @property
     def node_rank(self) -> int:
         return self._place.worker // self._place.per_node
-
-    @property
-    def world_size(self) -> int:
-        return self._place.workers
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -177,8 +169,6 @@ class Binding(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-    # ---- a step -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait until a further step is requested."""

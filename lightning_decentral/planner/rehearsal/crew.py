@@ -2,8 +2,8 @@
 
 Each worker is a Trainer in a thread, one of which runs at a time: a worker that waits for a message, or for further
 steps, lets another run. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every
-worker's parameters are, bit for bit, those of a run on as many processes, with the same batches and threads of torch's
-each. Only where more than two workers all-reduce are sums rounded in another order.
+worker's parameters are, bit for bit, those of a run on as many processes, with the same batches and the same number of
+torch's threads. Only where more than two workers all-reduce are sums rounded in another order.
 """
 
 import copy
@@ -34,11 +34,8 @@ from lightning_decentral.shared.wire.in_process import Mailboxes, in_process_bro
 
 
 class Crew(AbstractContextManager["Crew"]):
-    """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads.
-
-    Raises:
-        ValueError: the module or the strategy can't be rehearsed.
-    """
+    """Trains copies of a module, which doesn't change, as workers on one device; `with` ends their threads. ValueError:
+    the module or the strategy can't be rehearsed."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class Crew(AbstractContextManager["Crew"]):
         self._tidy = weakref.finalize(self, shutil.rmtree, folder, True)
         self._common = Common(strategy, loop, boxes, turn, Quota(turn, workers), look, meet, folder)
         self._boxes, self._steps, self.device = boxes, 0, loop.device
-        self.losses: list[Tensor] = []  # of each step [workers], each worker's on its batch, before the update
+        self.losses: list[Tensor] = []  # [workers] for each step: on the worker's batch, before the update
 
         def placed(rank: int) -> MemberPlace:
             wire, hands = in_process_wire(boxes, rank, workers), in_process_broadcast(boxes, rank, workers)
@@ -150,7 +147,7 @@ class Crew(AbstractContextManager["Crew"]):
             self._common.quota.allow(steps)
         errors = [worker.error for worker in self.workers if worker.error is not None]
         for error in errors:
-            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # errors of those that waited in vain
+            if not isinstance(error, (ConnectionError, BrokenBarrierError)):  # of waits ended by another's error
                 raise error
         rows = [worker.binding.losses for worker in self.workers]
         taken = min(map(len, rows))

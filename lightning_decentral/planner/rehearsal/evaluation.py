@@ -24,13 +24,9 @@ PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losse
 
 
 class HeldOutEvaluation:
-    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout.
-
-    Args:
-        module: module whose copy gets the mean parameters.
-        device: device of the workers.
-        threads: number of threads over which batches are distributed, unless the step draws random numbers.
-    """
+    """mean_b loss(mean_i x_i, batch b): `training_step` in evaluation mode, without dropout, of a copy of the module on
+    the workers' device. `threads`: number of threads over which batches are distributed, unless the step draws random
+    numbers."""
 
     def __init__(
         self, module: LightningModule, batches: Sequence[Any], device: torch.device = CPU, threads: int = 1
@@ -125,7 +121,7 @@ def held_out(
             owner.prepare_data()
             owner.setup("fit")
             found = owner.val_dataloader()
-        except RuntimeError as error:  # it asks for a Trainer
+        except RuntimeError as error:  # the module or datamodule uses its Trainer
             name = type(module).__name__
             raise ValueError(f"{name} gives no validation batches by itself ({error}): give validation=") from None
     batches = list(islice(found, BATCHES)) if isinstance(found, DataLoader) else []

@@ -1,4 +1,4 @@
-"""Cost of disagreement: excess loss of gossip's workers over that of their mean, predicted by a short probe.
+"""Cost of disagreement: excess loss of gossip's workers over their mean's loss, predicted by a short probe.
 
     d_i(k)  = x_i - mean_j x_j            of n workers that began equal, after k updates without a message
     D_k     = mean_i |d_i(k)|^2           their spread
@@ -62,8 +62,8 @@ class Drift:
     def spread(
         self, strategy: GossipStrategy, workers: int, per_node: int, sizes: Sequence[float] | None = None
     ) -> float:
-        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip. `sizes`: of the updates of all
-        steps, after which it is; None: all are 1, and it is the mean over time."""
+        """mean_i |x_i - mean_j x_j|^2 / (variance of an update), of workers that gossip. `sizes`: of all steps'
+        updates, after which the result holds; None: sizes of 1, and the mean over time."""
         chance, topology = torch.Generator().manual_seed(0), strategy.topology.placed(per_node)
         shape, rho = (workers, ELEMENTS * len(topology.fragments)), self.correlation
         noise = torch.randn(shape, generator=chance)
@@ -83,13 +83,8 @@ class Drift:
 
 
 def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | None:
-    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages.
-
-    Args:
-        rate: factor of their learning rates.
-
-    None: workers stay equal, or the curvature is too small to show in their losses.
-    """
+    """Probe workers that drift, after their last round: they begin at their mean, and go on without messages. `rate`:
+    factor of their learning rates. None: workers stay equal, or the curvature is too small to show in their losses."""
     modules, learning_rate = [worker.module for worker in crew.workers], crew.learning_rate
     agree(modules)
     size = _squares(list(modules[0].parameters()))
@@ -127,7 +122,7 @@ def spread_of(modules: Sequence[LightningModule]) -> float:
 
 
 def correlation(growth: float, steps: int) -> float:
-    """Return rho of updates where the sum of `steps` updates has `growth` times the square of one; in -0.99 .. 0.99."""
+    """Return the correlation, -0.99 to 0.99, of updates if the sum of `steps` has `growth` times the square of one."""
     low, high = -LARGEST, LARGEST
     for _ in range(50):
         middle = (low + high) / 2

@@ -196,7 +196,7 @@ def _further(ask: Ask, job: RehearsalJob, rate: float) -> Iterator[Found]:
         except OutOfTime:
             return
         if found.steps is None and found.trained < ask.course.steps:
-            return  # its loss is of another step than the first seed's
+            return  # its loss is of an earlier step than the first seed's
         yield found
 
 

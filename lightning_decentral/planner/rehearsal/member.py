@@ -34,7 +34,7 @@ from lightning_decentral.shared.wire.transport import Wire, of_all
 
 @dataclass(frozen=True)
 class MemberPlace:
-    """One worker's rank among those of this process, and its means to communicate."""
+    """One worker's rank among the workers of this process, and its functions to communicate."""
 
     wire: Wire
     broadcast: Callable[[Any], Any]  # sends worker 0's value to all
@@ -54,7 +54,7 @@ class Member:
     """
 
     drifts: ClassVar[bool] = True  # whether workers differ after an update
-    concurrent: ClassVar[bool] = True  # whether a step does nothing of the strategy's, so that several may be at work
+    concurrent: ClassVar[bool] = True  # whether several workers may compute steps at once
     check: Unchecked = Unchecked()  # the strategy's check of gradients before an update
 
     def begin(self) -> None:
@@ -220,11 +220,8 @@ def _dense(gradient: Tensor | None) -> bool:
 
 class DDPMember(AveragingMember):
     """Member of `ddp`: exact mean gradients of the parameters trained at set-up, all of which each worker must use;
-    worker 0's buffers are copied to all before a forward.
-
-    Raises:
-        ValueError: in a step that leaves a parameter out, or trains another.
-    """
+    worker 0's buffers are copied to all before a forward. ValueError: in a step that leaves a parameter out, or trains
+    another."""
 
     def __init__(self, module: LightningModule, place: MemberPlace, *, finds_unused: bool) -> None:
         super().__init__(module, place, Plain(), None, Unchecked())

@@ -23,8 +23,8 @@ METHODS = (
 
 
 def methods_of(known: KnownLosses | None, plan: Comparison | None = None) -> tuple[Candidate, ...]:
-    """`ddp`, and those that reach its loss the soonest by the table of known losses; `METHODS` where it knows none.
-    `plan`: of the setting, which has the seconds of a batch, and its choice first; by batches alone without."""
+    """`ddp`, and the fastest methods to its loss by the table of known losses; `METHODS` where it has no losses.
+    `plan`: predicts seconds of a batch in the setting; its choice is first. Without it, by batches alone."""
     if known is None:
         return METHODS
     if plan is None:

@@ -55,6 +55,7 @@ def rehearse(
     per_node: int = 1,
     clip: float | None = None,
     minutes: float = 10.0,
+    begun: float | None = None,
     threads: int | None = None,
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
@@ -75,6 +76,7 @@ def rehearse(
         network: network to forecast steps on; by default the profile's.
         clip: the Trainer's `gradient_clip_val`.
         minutes: most minutes of the rehearsal, with fewer steps if necessary. Each method gets a share of the rest.
+        begun: time.monotonic() when the minutes began; by default now.
         threads: most workers whose gradients are computed at the same time, if that is faster and no step draws random
             numbers; None: torch's number of threads, which they share. On a GPU it is one.
         device: "cpu", or "cuda" for the first device that is visible.
@@ -85,7 +87,7 @@ def rehearse(
     """
     _refuse(workers, steps, run_steps, rates, seeds, minutes, threads, device)
     refuse_unpriced(workers, profile, network, per_node)
-    clock, place = Clock(minutes), torch.device(device, 0) if device == "cuda" else CPU
+    clock, place = Clock(minutes, begun), torch.device(device, 0) if device == "cuda" else CPU
     most = (threads or torch.get_num_threads()) if place == CPU else 1
     given = data_of(data)
     evaluation = HeldOutEvaluation(module, held_out(module, given, validation), place, most)
@@ -108,12 +110,12 @@ def rehearse(
 
 
 class Clock:
-    """Clock of the rehearsal's minutes, which begin when it is made."""
+    """Clock of the rehearsal's minutes, which begin when it is made, or began at `begun`."""
 
-    def __init__(self, minutes: float) -> None:
-        self.minutes, self._begun = minutes, monotonic()
+    def __init__(self, minutes: float, begun: float | None = None) -> None:
+        self.minutes, self._begun = minutes, monotonic() if begun is None else begun
         self._expected, self._taken = 0.0, 0.0
-        self._turn, self._ticked = inf, self._begun
+        self._turn, self._ticked = inf, monotonic()
 
     @property
     def rest(self) -> float:
@@ -133,7 +135,7 @@ class Clock:
         self._turn = self._ticked + share * self.rest
 
     def counted(self, expected: float, call: Callable[[], Result]) -> Result:
-        """Run the call and return its result; its seconds correct those expected of later calls, each half as much."""
+        """Run the call and return its result; its seconds correct later calls' expected seconds, each half as much."""
         begun, found = monotonic(), call()
         self._expected, self._taken = self._expected / 2 + expected, self._taken / 2 + monotonic() - begun
         return found
@@ -163,7 +165,7 @@ class RehearsalRun:
         return Answer(self._ask.course.target, self._ask.course.steps, tuple(order), self._refused)
 
     def _step_seconds(self, job: RehearsalJob) -> float:
-        """Seconds of a step; those of the last timed method, if timing has used its share of the minutes."""
+        """Seconds of a step, as for the last timed method if timing has used its share of the minutes."""
         if self._worker_seconds is None or self._clock.rest > (1 - TIMING) * 60 * self._clock.minutes:
             self._worker_seconds = timed(self._ask, job) / job.workers
         return self._worker_seconds * job.workers
@@ -176,10 +178,10 @@ class RehearsalRun:
         ask, whole, known = self._ask, sum(left.values()), self._known
         course = replace(ask.course, steps=_fitting(ask.course.steps, self._clock.takes(whole), self._clock))
         self._clock.turn(left[job] / whole if whole else 1.0)
-        rates = self._ask.rates if known is None else known.rates(self._ask, job)  # those worth trying
+        rates = self._ask.rates if known is None else known.rates(self._ask, job)  # rates worth trying
         if len(rates) < len(self._ask.rates):
             self._say(
-                f"  its workers' disagreement is predicted to cost nothing: learning rates times {rates[0]:g} only"
+                f"  predicted: its workers' disagreement costs nothing, so learning rates times {rates[0]:g} only"
             )
         ask = replace(self._ask, rates=rates, course=course)
         expected = left.pop(job) * ask.updates / self._ask.updates
@@ -194,7 +196,7 @@ class RehearsalRun:
             costs = {one.name: learnt.at_most(self._ask, one) for one in left}
             predicted = ", ".join(f"{name} {cost:.4f}" for name, cost in costs.items() if cost is not None)
             if predicted:
-                self._say(f"  predicted: what workers' own models lose to their mean at most, {predicted}")
+                self._say(f"  predicted: excess loss of workers' own models over their mean at most {predicted}")
         self._known = learnt
         return found
 
@@ -239,7 +241,7 @@ def _fitted(ask: Ask, step_seconds: Mapping[RehearsalJob, float], clock: Clock, 
     if fitting < asked:
         fit = ", ".join(_would_fit(step_seconds, clock.rest * MARGIN / ask.updates))
         minutes = ceil(clock.minutes - clock.rest / 60 + seconds / 60 / MARGIN)
-        say(f"what needs more than {fitting} steps can't be answered in {clock.minutes:g} minutes; would fit: "
+        say(f"a target that needs more than {fitting} steps can't be reached in {clock.minutes:g} minutes; would fit: "
             f"minutes={minutes}{', or ' * bool(fit)}{fit}")  # fmt: skip
     if fitting == FEWEST and seconds * FEWEST / asked > clock.rest * MARGIN:
         say(f"not even {FEWEST} steps of each fit: each method ends with its share of the minutes")

@@ -75,12 +75,9 @@ def _(strategy: GossipStrategy, module: LightningModule, optimizer: Optimizer, a
 
 
 class CutMember(ReplicaMember):
-    """Member of partial backprop: its backward stops at a cut, and all workers take the same update.
-
-    Raises:
-        ValueError: here for workers with unequal batches, or a module whose backward isn't Lightning's; in the first
-        forward for a model that can't be cut (with the reason).
-    """
+    """Member of partial backprop: its backward stops at a cut, and all workers take the same update. ValueError: here
+    for workers with unequal batches, or a module whose backward isn't Lightning's; in the first forward for a model
+    that can't be cut (with the reason)."""
 
     concurrent: ClassVar[bool] = False  # each worker's graph ends at a cut of its own
 

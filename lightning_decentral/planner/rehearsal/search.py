@@ -40,11 +40,11 @@ class Found:
     noise: float | None  # of the gradients, in batches of a worker; None where workers drift
     excess: float  # mean of the workers' own losses in the end, less the loss of their mean
     learning_rates: tuple[float, ...]  # of each step
-    trained: int  # steps; fewer than were asked for at the target, or where time was over
-    # Of drifting workers at the large learning rate that was left behind first, before a schedule makes steps short:
-    # (excess, differences; None where the course doesn't ask, or losses don't show them).
+    trained: int  # steps taken; fewer than asked for if the target was reached, or time ran out
+    # Of drifting workers at the first large learning rate that the search left, before a schedule shortens steps:
+    # (excess loss, differences; None if the course doesn't ask for them, or losses don't show them).
     early: tuple[float, Drift | None] | None = None
-    rates: int = 1  # how many were trained
+    rates: int = 1  # number of rates that were trained
 
     @property
     def loss(self) -> float:
@@ -54,14 +54,13 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchCourse:
-    """Settings that all rates and seeds are trained with: steps, target and evaluation. `tick`: called at each mark;
-    what it raises ends the search. `probes`: whether workers that drift are probed, where a rate is left behind."""
+    """Settings that all rates and seeds are trained with: steps, target and evaluation."""
 
     steps: int
     target: float
     evaluation: HeldOutEvaluation
-    tick: Callable[[], None]
-    probes: bool = False
+    tick: Callable[[], None]  # called at each mark; what it raises ends the search
+    probes: bool = False  # whether workers that drift are probed, where a rate is left behind
 
     @property
     def every(self) -> int:
@@ -186,17 +185,9 @@ def updates(rates: int, steps: int) -> int:
 
 
 def search(make: Callable[[float], Crew], rates: Sequence[float], course: SearchCourse) -> Found:
-    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss.
-
-    Args:
-        make: makes the crew of workers, given the factor of their learning rates.
-
-    When time is over, the best result so far is returned.
-
-    Raises:
-        ValueError: all diverged.
-        OutOfTime: nothing was trained.
-    """
+    """Search the rates for the one that reaches the target in the fewest steps or else has the lowest loss. `make`:
+    makes the crew, given the factor of its learning rates. When time is over, the best result so far is returned.
+    ValueError: all diverged. OutOfTime: nothing was trained."""
     with ExitStack() as crews:
         left = tracks = [Track(rate, crews.enter_context(make(rate)), course) for rate in rates]
         early: tuple[float, Drift | None] | None = None

@@ -122,7 +122,7 @@ class Quota:
         self._taken: list[float] = [-1] * workers
 
     def wait(self, rank: int, taken: int) -> None:
-        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no further one is asked."""
+        """Wait in a worker that has taken `taken` steps until it may begin the next. Ended: no step is left to take."""
         if taken >= self.allowed or self._closed:
             with self._turn.passed_on(), self._changed:
                 self._taken[rank] = taken
@@ -183,8 +183,8 @@ def threads_each(share: int) -> Iterator[None]:
 
 
 def map_on_threads(call: Callable[..., Result], first: Sequence[Any], *others: Sequence[Any]) -> list[Result]:
-    """Map as the built-in does, on as many threads, which share out the processors that torch uses; raises the first
-    error, when all have ended."""
+    """Map like the built-in, with a thread for each call; the threads divide torch's number of threads. Raises the
+    first error, when all have ended."""
     share = max(1, torch.get_num_threads() // len(first))
     begin = partial(torch.set_num_threads, share)
     with threads_each(share), ThreadPoolExecutor(len(first), initializer=begin) as pool:

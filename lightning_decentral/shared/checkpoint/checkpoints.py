@@ -1,9 +1,7 @@
 """Base class of saving and resuming under all methods; `resuming_replicas` has the one for workers with whole models.
 
-The mean model is saved to one plain file, each worker's own state next to it.
-
-The plain file loads without this package. Workers' own files are written first, and the plain file is renamed last:
-until then the checkpoint before it is whole, whichever worker is killed.
+The mean model is saved to one plain file, which loads without this package, each worker's own state next to it. These
+are written first, and the plain file is renamed last: until then the checkpoint before it is whole, whoever is killed.
 
 Saving is collective (Lightning calls it on every worker) and doesn't change how workers train on. Resuming on the same
 number of workers continues bit for bit on CPU; on another number all start from the mean.
@@ -84,8 +82,6 @@ class Checkpoints(ABC):
         kept = carried(self._module)
         return {key: mean_of_states(state, self._mean_model.mean_of, kept) for key, state in states.items()}
 
-    # ---- where we are -----------------------------------------------------------------------------------------------
-
     @property
     def _module(self) -> LightningModule:
         assert self._worker.lightning_module is not None
@@ -99,8 +95,6 @@ class Checkpoints(ABC):
         """Return whether batches of this epoch are still to come."""
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready > 0 and not progress.is_last_batch
-
-    # ---- random numbers ---------------------------------------------------------------------------------------------
 
     def _resume_random(self) -> None:
         if self._random is not None and not self._random[1]:
@@ -118,7 +112,7 @@ class Checkpoints(ABC):
 
 
 def launched_by(strategy: Strategy, start_method: str) -> Any:
-    """Return a launcher that continues the W&B runs of a checkpoint; of forked or spawned workers one that saves no
+    """Return a launcher that continues the W&B runs of a checkpoint and, with forked or spawned workers, saves no
     untrained model on an exception."""
     if start_method == "popen":
         given: Any = strategy

@@ -37,7 +37,7 @@ def store_of(worker: CheckpointedStrategy, path: str | Path, storage_options: An
 
 @dataclass
 class Saving:
-    """Writes one worker's files of each save, and removes those of earlier saves."""
+    """Writes one worker's files of each save, and removes the files of earlier saves."""
 
     worker: CheckpointedStrategy
     _stale: list[str] = field(default_factory=list)  # files of earlier saves, which the present save replaces

@@ -110,8 +110,8 @@ class Remembered:
                 back.append(partial(held.update, {name: held[name]}))
                 held[name] = value
         for value, former in self._held:
-            back.append(partial(_put, value, _copied(value)))
-            _put(value, former)
+            back.append(partial(refill, value, _copied(value)))
+            refill(value, former)
         for generator, state in self._generators:
             back.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
@@ -136,7 +136,8 @@ def _copied(value: Any) -> Any:
     return type(value)(_copied(part) for part in value)
 
 
-def _put(value: Held, former: Held) -> None:
+def refill(value: Held, former: Held) -> None:
+    """Put the contents of `former` in the place of a container's own."""
     value.clear()
     value.update(former) if isinstance(value, (dict, set)) else value.extend(former)
 

@@ -62,7 +62,7 @@ def random_states() -> list[Tensor]:
 
 
 def set_random_states(states: list[Tensor]) -> None:
-    """Restore the generators' states that `random_states` returned, where there are as many devices."""
+    """Restore the generators' states that `random_states` returned, if the number of devices is the same."""
     if states and len(states) == device_count():
         torch.cuda.set_rng_state_all(states)
 

@@ -61,7 +61,7 @@ class ProcessorTime:
 
     @property
     def crowding(self) -> float:
-        """Wall seconds for each processor second: 1 on a processor of its own, 2 where two processes share one, 1/4
+        """Wall seconds for each processor second: 1 alone on a processor, 2 where two processes share a processor, 1/4
         where four threads compute at once. 1 before anything was measured."""
         return self._wall / self._busy if self._busy else 1.0
 

@@ -186,8 +186,8 @@ def unequal(rows: Mapping[int, Mapping[str, Look]]) -> list[Unequal]:
 
         deviation = max |p_i - p_j| / max(1e-3, s)    p: smallest, largest, mean; s: the usual largest magnitude
 
-    The usual look is that of most workers; where none is more frequent, that of the lower median by magnitude, so that
-    of two workers the larger one stands out. `rows`: {worker: its looks}."""
+    The usual look is the most frequent one; if none is more frequent, the lower median by magnitude, so that of two
+    workers the larger stands out. `rows`: {worker: its looks}."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     found = [_compared(name, {worker: row.get(name, ABSENT) for worker, row in rows.items()}) for name in names]
     return sorted((one for one in found if one is not None), key=lambda one: -one.deviation)

@@ -38,7 +38,7 @@ class BackwardPiece:
 
 
 def pieces(blocks: Sequence[BlockCost], bucket_bytes: int = BUCKET_BYTES) -> Iterator[BackwardPiece]:
-    """Yield pieces of the backward pass from the last block on, split where a bucket is full, at an even pace."""
+    """Yield pieces of the backward pass from the last block on, split where a bucket is full, filled evenly."""
     # As in torch the first bucket is small, so that the network has something to do early.
     bucket, room = 0, float(min(FIRST_BUCKET_BYTES, bucket_bytes))
     for block in reversed(blocks):
@@ -92,7 +92,7 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 
 
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
-    """Insert each bucket's first phase behind the task that completes the bucket, each next phase `lag` buckets later.
+    """Insert a bucket's first phase behind the task that completes the bucket, further phases `lag` buckets later.
 
     Threads begin a phase when its messages have arrived; a fixed order only approximates that.
     """
@@ -124,10 +124,8 @@ class DataParallel(Synchronous):
     sent: float = 1.0
 
     def prices(self, setting: Setting) -> tuple[Price, ...]:
-        workers = setting.cluster.workers
-        return (
-            setting.network.price("all_reduce", setting.cluster.reach(workers), workers, 1, setting.cluster.per_node),
-        )
+        cluster, n = setting.cluster, setting.cluster.workers
+        return (setting.network.price("all_reduce", cluster.reach(n), n, 1, cluster.per_node),)
 
     def card_bytes(self, setting: Setting) -> float:
         """Return 2 (n - 1) / n of the parameters' bytes, as they are sent; 0 on one node."""

@@ -86,11 +86,8 @@ class Method(ABC):
 
     @abstractmethod
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        """Return the mean seconds per step, [runs].
-
-        Args:
-            factors: [runs, steps, workers], slowdown of each computation; the first `WARM_STEPS` steps aren't counted.
-        """
+        """Return the mean seconds per step, [runs]. `factors`: [runs, steps, workers], slowdown of each computation;
+        the first `WARM_STEPS` steps aren't counted."""
 
     @abstractmethod
     def tasks(self, setting: Setting) -> list[Task[str]]:
@@ -146,7 +143,7 @@ def at_factors(seconds: Callable[[float], float], factors: Floats) -> Floats:
 
 
 def synchronous(seconds: Callable[[float], float], factors: Floats) -> Floats:
-    """Return seconds per step [runs] where the slowest worker decides on every step; `seconds(factor)` of one step."""
+    """Return seconds per step [runs] where all wait for the slowest worker; `seconds(factor)`: of a step so slowed."""
     slowest = factors[:, WARM_STEPS:].max(axis=2)
     return np.asarray(at_factors(seconds, slowest).mean(axis=1), dtype=np.float64)
 

@@ -222,12 +222,7 @@ def _parts(part: type) -> dict[str, type]:
 
 def class_path(part: type, name: str) -> str | None:
     """Return the path of a part's class from its name in snake case or its class name; None if `part` isn't ours.
-
-    Classes within functions have no path.
-
-    Raises:
-        ValueError: `part` has subclasses, but none of this name.
-    """
+    Classes within functions have no path. ValueError: `part` has subclasses, but none of this name."""
     parts = {own: cls for own, cls in _parts(part).items() if "<locals>" not in cls.__qualname__}
     if not parts:
         return None

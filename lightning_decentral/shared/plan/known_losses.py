@@ -39,7 +39,7 @@ class KnownLosses:
         return own / whole if own and whole else None
 
     def distance(self, workers: int, batch: int, parameter_bytes: int) -> float:
-        """Return the distance to a user's setting: doublings of batch and parameters, and twice those of workers."""
+        """Return the distance to a user's setting: doublings of batch and parameters, and twice of workers."""
         # A method's loss compared with `ddp`'s depends most on the number of workers.
         pairs = (self.workers, workers, 2), (self.batch, batch, 1), (self.parameter_bytes, max(1, parameter_bytes), 1)
         return sum(weight * abs(log2(known / asked)) for known, asked, weight in pairs)

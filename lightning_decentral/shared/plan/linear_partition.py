@@ -26,12 +26,8 @@ def piece_sums(sizes: Sequence[float]) -> Costs:
 
 def linear_partition(costs: Costs, pieces: int) -> tuple[int, ...] | None:
     """Return boundaries 0, .., n of exactly `pieces` pieces with the smallest largest cost; None where there are none.
-
-    Of equal partitions it takes that with the least sum of costs, then with the earliest last boundaries.
-
-    Args:
-        costs: [end, start], cost of every piece; infinite where start..end may not be a piece.
-    """
+    Of equal partitions it takes that with the least sum of costs, then with the earliest last boundaries. `costs`:
+    [end, start], of every piece; infinite where start..end may not be a piece."""
     count = len(costs)
     if not 1 <= pieces <= count - 1:
         return None

@@ -107,7 +107,7 @@ class Network:
         return any(cost.reach == reach and cost.workers > 1 and cost.operation in OPERATIONS for cost in self.costs)
 
     def linked(self, reach: str, latency_seconds: float, bytes_per_second: float) -> "Network":
-        """Return this network with links of these numbers, instead of the measured ones, at this reach."""
+        """Return this network with the given latency and bandwidth in place of measured links at this reach."""
         link = LinkCost("exchange", reach, 2, 1, latency_seconds, bytes_per_second)
         measured = (cost for cost in self.costs if cost.reach != reach)
         return Network((*measured, link), tuple(dict.fromkeys((*self.given, reach))))

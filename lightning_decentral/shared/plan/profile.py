@@ -2,9 +2,7 @@
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
-One JSON file holds a `Profile`: what a step costs block by block, what a round of gossip takes the device, what every
-collective costs on every kind of group, and how much the seconds of computation vary. Forecasts read it; this module
-measures nothing.
+Forecasts read it; this module measures nothing.
 """
 
 import json
@@ -166,7 +164,7 @@ class LinkCost:
 
     Args:
         operation: `all_reduce`, `exchange` (every worker sends messages and receives as many), `all_gather`,
-            `reduce_scatter` (the bytes of these two are those of all parts together), `broadcast`.
+            `reduce_scatter` (for these two, bytes are the sum of all parts), `broadcast`.
         reach: `inside` one node or `between` nodes.
         workers: number of workers of one group.
         flows: number of groups that run at the same time and share a network card.
@@ -218,11 +216,8 @@ def write(profile: Profile, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Profile:
-    """Read a profile that `write` wrote.
-
-    Raises:
-        ValueError: the file doesn't exist, is no profile, has another version, or is damaged.
-    """
+    """Read a profile that `write` wrote. ValueError: the file doesn't exist, is no profile, has another version, or is
+    damaged."""
     text = text_of(path, "make one with `lightning-decentral profile`")
     try:
         found = json.loads(text)

@@ -37,11 +37,8 @@ class Deadlock(ValueError):
 
 
 def run(tasks: Sequence[Task[Name]]) -> dict[Name, Span]:
-    """Simulate the tasks and return the start and finish of each one, by name.
-
-    Raises:
-        Deadlock: naming the first task of each worker that can never start.
-    """
+    """Simulate the tasks and return the start and finish of each one, by name. Deadlock: names the first task of each
+    worker that can never start."""
     queues: dict[str, deque[Task[Name]]] = {}
     for task in tasks:
         queues.setdefault(task.worker, deque()).append(task)
@@ -105,11 +102,7 @@ def write_chrome_trace(events: Sequence[Mapping[str, object]], path: str | Path)
 
 
 def read_chrome_trace(path: str | Path) -> dict[str, Span]:
-    """Read the spans of a Chrome trace file, by name.
-
-    Raises:
-        ValueError: the file is no such trace.
-    """
+    """Read the spans of a Chrome trace file, by name. ValueError: the file is no such trace."""
     try:
         events = json.loads(Path(path).read_text())["traceEvents"]
         return {

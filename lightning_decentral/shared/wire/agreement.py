@@ -154,8 +154,8 @@ class RollCall:
         if early and self.over.rank == 0:
             workers = ", ".join(f"worker {rank} ended after round {max(rounds)}" for rank, rounds in early.items())
             warnings.warn(
-                f"unequal numbers of batches: {workers}, the longest took {max(ends)}; the rounds were finished "
-                "without updates of those that had ended",
+                f"unequal numbers of batches: {workers}, the longest took {max(ends)}; workers that had "
+                "ended took part in the others' rounds without updates",
                 stacklevel=2,
             )
 

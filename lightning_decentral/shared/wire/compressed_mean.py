@@ -38,7 +38,7 @@ class FlatMean(ABC):
 
     Attributes:
         sent_bytes: bytes that this worker has sent so far (its part of a collective).
-        lay, put_back, guard, updated, forget: those of `Residuals`, where means are compressed.
+        lay, put_back, guard, updated, forget: methods of `Residuals`, where means are compressed.
     """
 
     sent_bytes: int = 0

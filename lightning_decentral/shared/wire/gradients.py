@@ -31,7 +31,7 @@ UNSEEN = (
 
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor | None], like: Sequence[Tensor], flat: Tensor) -> None:
-    """Pack the tensors into `flat`, one behind the other, with zeros for None and sparse tensors as dense ones."""
+    """Pack the tensors into `flat`, one behind the other, None as zeros, and sparse tensors as dense tensors."""
     dense = [t.to_dense() if t is not None and t.is_sparse else t for t in tensors]
     pairs = zip(dense, like, strict=True)
     torch.cat([flat.new_zeros(other.numel()) if t is None else t.reshape(-1) for t, other in pairs], out=flat)

@@ -201,7 +201,7 @@ class InProcessTransport(Transport):
     def _between(
         self, sources: Sequence[int], targets: Sequence[int], own: Tensor, hand_over: Callable[[list[Lent]], Any]
     ) -> Pending:
-        """Send the sources' tensors to each target; a target's wait passes on those of the other sources."""
+        """Send the sources' tensors to each target; a target's wait passes the other sources' tensors on."""
         call = self._name, "collective", self._calls
         self._calls += 1
         others = [target for target in targets if target != self.rank] if self.rank in sources else []

@@ -19,7 +19,7 @@ from lightning_decentral.shared.wire.transport import Transport
 MeanOf = Callable[..., list[Tensor]]
 """Function (averaged, carried) -> means of the averaged tensors, then one worker's carried tensors; collective."""
 Shown = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Function that maps a worker's tensors to those that the mean averages in their place; mostly the same ones."""
+"""Function that maps a worker's tensors to the tensors that are averaged in their place, mostly themselves."""
 ROUNDINGS = 8
 """A parameter that was changed and restored may differ by so many roundings of its largest magnitude."""
 CHUNK_BYTES = 64 * 2**20  # bytes summed at a time: one flat copy of all would need the memory of another model
@@ -54,7 +54,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
 
 
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
-    """Return a `state_dict` with means over the workers, and one worker's tensors where they are `carried`.
+    """Return a `state_dict` with means over the workers, and with `carried` tensors copied from one worker.
 
     Other entries are this worker's. Tied entries stay tied.
     """

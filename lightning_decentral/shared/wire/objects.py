@@ -1,4 +1,4 @@
-"""Gathers and broadcasts Python values, serialized by `plain`; one that can't be sent is an error on all workers."""
+"""Gathers and broadcasts Python values, serialized by `plain`; an unsendable value is an error on all workers."""
 
 import hashlib
 from collections.abc import Callable

@@ -15,15 +15,12 @@ InPlace = Callable[[Sequence[Tensor]], None]
 
 
 def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape], over: Transport) -> None:
-    """Change whole tensors that lie in shards, each on one device, and return their shards. Collective.
+    """Change whole tensors that lie in shards, each on one device, and return their shards. Collective. `change`
+    changes any number of them in place, each independently of the others; `shards`: this device's, of one type, cut
+    along the first axis as `torch.chunk` cuts; `shapes`: of the whole tensors, equal on all devices.
 
-    Every shard is sent once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of
-    the bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages.
-
-    Args:
-        change: changes any number of whole tensors in place, each independently of the others.
-        shards: this device's shards, of one type, cut along the first axis as `torch.chunk` cuts.
-        shapes: shapes of the whole tensors, equal on all devices.
+    Every shard is sent once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of the
+    bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages.
     """
     owned_by = owners(shapes, over.size)
     owned = [[k for k, owner in enumerate(owned_by) if owner == device] for device in range(over.size)]
@@ -38,18 +35,12 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
 
 
 def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Transport, turn: int) -> int:
-    """Change tensors that all workers hold alike: each on its owner, whose codes all workers decode. Collective.
+    """Change tensors of one type and device that all workers hold alike: each on its owner, by `change` as in
+    `each_once`, whose codes all workers decode. Returns the bytes that this worker sent. Collective.
 
     The work is distributed, and replicas stay equal bit for bit; the codec `Plain()` sends tensors exactly. A worker
-    sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average.
-
-    Args:
-        change: as for `each_once`.
-        tensors: the tensors, of one type and device.
-        turn: number of earlier calls, which seeds the codec's rounding.
-
-    Returns:
-        Bytes that this worker sent.
+    sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average. `turn`, the number of earlier
+    calls, seeds the codec's rounding.
     """
     owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
     owned = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]

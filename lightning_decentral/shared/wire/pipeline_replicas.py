@@ -58,7 +58,7 @@ class Bond:
         """Wait for messages in flight and apply them; values written since the last update stay."""
 
     def note(self, written: Sequence[Tensor]) -> None:
-        """Take note of tensors that were written while the mean was swapped in, which ends now."""
+        """Take note of tensors that were written while the mean was swapped in; the mean is swapped out after this."""
 
     def share(self) -> float | None:
         """Return this worker's weight in the mean of the replicas; None: all are equal. Collective."""
@@ -114,7 +114,7 @@ class AverageGradients(Replicas):
 
 
 class _Replicated(Bond):
-    """Averages gradients; one that a worker didn't compute counts as zero, one that no worker computed stays None."""
+    """Averages gradients; a gradient that a worker lacks counts as zero, a gradient that all lack stays None."""
 
     def __init__(self, hosts: Transport, buffers: Transport) -> None:
         self._hosts, self._over_buffers = hosts, buffers

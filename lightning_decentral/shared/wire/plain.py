@@ -38,7 +38,7 @@ class NotPlain(TypeError):
 
 @dataclass(frozen=True)
 class Serializer:
-    """Serializes values of a class: `parts` splits a value into plain values, `build` makes the value of them."""
+    """Serializes values of a class: `parts` splits a value into plain values, `build` rebuilds the value."""
 
     name: str
     parts: Callable[[Any], Any]

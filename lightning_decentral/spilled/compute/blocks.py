@@ -47,7 +47,7 @@ def moved(name: str) -> ValueError:
 
 @contextmanager
 def placed(places: Iterable[ParameterPlace], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put tensors in the places of the parameters with their names, and restore the former ones afterwards."""
+    """Put tensors in the places of the parameters with their names, and restore the parameters afterwards."""
     before = [(place, place.held) for place in places if place.name in tensors]  # restored afterwards
     try:
         for place, _ in before:
@@ -88,16 +88,12 @@ def move_buffers(root: nn.Module, place: torch.device) -> None:
 
 def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) -> list[str]:
     """Find the blocks' names: the given ones and, elsewhere, every outermost module that has its own parameters.
+    `resident`: names of modules and parameters that aren't loaded separately. ValueError: an unknown name, or a block
+    within another block.
 
     "auto" takes the members of chains of layers, see `modules.candidates`: layers before stages, if one stage has most
     of all layers, and before the branches inside of layers. Parameters of a module around blocks, or around resident
     modules, belong to no block.
-
-    Args:
-        resident: names of modules and parameters that aren't loaded separately.
-
-    Raises:
-        ValueError: an unknown name, or a block within another block.
     """
     modules = {name for name, _ in root.named_modules() if name}
     named = modules | {name for name, _ in root.named_parameters(remove_duplicate=False)}

@@ -28,11 +28,8 @@ Announce = Callable[[str, ShardPlan], None]
 
 
 class Engine:
-    """Replaces the calls of a module's blocks by offloaded ones, until `detach`.
-
-    Raises:
-        ValueError: see `blocks.find`; also for a block that is compiled, or larger than the budget.
-    """
+    """Replaces the calls of a module's blocks by offloaded ones, until `detach`. ValueError: see `blocks.find`; also
+    for a block that is compiled, or larger than the budget."""
 
     def __init__(
         self,
@@ -115,17 +112,11 @@ class Engine:
     def parameters(self) -> Mapping[str, Tensor]:
         return self._loader.hosts
 
-    # ---- steps --------------------------------------------------------------------------------------------------
-
     @contextmanager
     def step(self, kind: str, given: Any, backward: bool = False) -> Iterator[None]:
-        """Run a step: each block's parameters are on the device only while it runs, resident ones always.
-
-        kind: "training", ...; each kind has its own plan.
-        given: the batch.
-        backward: whether `finish` is called later, after the backward.
-
-        """
+        """Run a step: each block's parameters are on the device only while it runs, resident ones always. `kind`:
+        "training", ...; each has its own plan. `given`: the batch. `backward`: whether `finish` is called later, after
+        the backward."""
         self._renew()
         hosts = list(self._loader.hosts.values())
         self.device.note([*hosts, *(host.grad for host in hosts)], [*self._module.buffers(), *tree_leaves(given)])

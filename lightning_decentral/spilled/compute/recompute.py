@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_decentral.shared.compute.around import Autocast, Remembered
+from lightning_decentral.shared.compute.around import Autocast, Remembered, refill
 from lightning_decentral.spilled.compute.transfer import OffloadDevice
 
 Holder = dict[Any, Any] | list[Any]
@@ -159,13 +159,10 @@ class _Held:
 
 
 class GivenObjects:
-    """Objects among the arguments of a call: the second run finds their attributes as the first run did.
+    """Objects among the arguments, (args, kwargs), of a call: the second run finds their attributes as the first run
+    did. `inputs`: the tensors among them that get gradients in the backward.
 
     Create it before the call, call `put_back` after it, and run the second call within `again`.
-
-    Args:
-        arguments: (args, kwargs) of the call.
-        inputs: the tensors among them that get gradients in the backward.
     """
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
@@ -199,7 +196,7 @@ class GivenObjects:
         caches = {id(held.owner): held.owner for held in self._held if isinstance(held.owner, Cache)}
         self._tensors = []  # kept no longer: their memory is the device's
         for held in self._held:
-            _put(held.holder, held.former)
+            refill(held.holder, held.former)
         return list(caches.values()), [type(owner).__name__ for owner in others]
 
     @contextmanager
@@ -208,11 +205,11 @@ class GivenObjects:
         now = [_copy(held.holder) for held in self._held]
         try:
             for held in self._held:
-                _put(held.holder, held.former)
+                refill(held.holder, held.former)
             yield
         finally:
             for held, values in zip(self._held, now, strict=True):
-                _put(held.holder, values)
+                refill(held.holder, values)
 
 
 def _version(tensor: Tensor) -> int:
@@ -225,11 +222,3 @@ def _copy(holder: Holder) -> Holder:
 
 def _parts(holder: Holder) -> Collection[Any]:
     return holder if isinstance(holder, list) else holder.values()
-
-
-def _put(holder: Holder, values: Holder) -> None:
-    holder.clear()
-    if isinstance(holder, list):
-        holder.extend(values)
-    else:
-        holder.update(values)

@@ -90,8 +90,6 @@ class Run:
         self._gradients: tuple[list[str], Copies] | None = None
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
-    # ---- forward ------------------------------------------------------------------------------------------------
-
     def once(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block when no backward follows; it may change its inputs."""
         copies = self._loader.enter(self._block.index)
@@ -162,15 +160,13 @@ class Run:
         hosts = {name: self._loader.hosts[name] for name in copies} if self._loader.checks else {}
         block_places.refuse_written(f"block {self._block.name}", copies, before, hosts)
 
-    # ---- backward -----------------------------------------------------------------------------------------------
-
     def prefetch(self) -> None:
         """Load the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of the inputs; those of the parameters are being sent to the host."""
+        """Return gradients of the inputs; gradients of the parameters are being sent to the host."""
         if self._kept is None:
             raise RuntimeError(
                 f"a second backward through block {self._block.name}, whose inputs the first backward used up: "

@@ -1,8 +1,4 @@
-"""Host-device copies for a CUDA device, or for the CPU as a stand-in, whose bytes are counted.
-
-A `Ledger` tracks the memory of a simulated device: the bytes of every storage that an operation makes, until the
-storage is freed.
-"""
+"""Host-device copies for a CUDA device, or for the CPU as a stand-in, whose bytes are counted (`Ledger`)."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,16 +111,11 @@ class Copies:
 class OffloadDevice:
     """Device that computes blocks, with copies to and from it: parameters live on the host.
 
-    This class uses the CPU as a stand-in. Its bytes are those of the copies, and of operations' results while a
-    `Counting` into its ledger is active.
-
-    Attributes:
-        place: the torch device.
-        ledger: counts bytes, where no allocator counts them.
-        overlaps: whether the device copies while it computes.
+    This class uses the CPU as a stand-in. Its bytes, in `ledger`, are those of the copies, and of operations' results
+    while a `Counting` into it is active.
     """
 
-    overlaps: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False  # whether the device copies while it computes
 
     def __init__(self, place: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # a value
         self.place, self.ledger = place, Ledger()

@@ -121,7 +121,7 @@ class ShardPlan:
 
     @cached_property
     def loaded_bytes(self) -> list[int]:
-        """Bytes of parameters on the device at every visit: its shard's and those of the loading shard."""
+        """Bytes of parameters on the device at every visit: of its shard and of the shard that is loaded."""
         pairs = zip(self.route, self.coming, strict=True)
         return [self._bytes_of(now, now if then is None else then) for now, then in pairs]
 
@@ -141,7 +141,7 @@ class ShardPlan:
 
     @property
     def load_bytes(self) -> list[int]:
-        """Bytes of parameters loaded for each stay at a shard: those that neither of the two stays before had."""
+        """Bytes of parameters loaded for each stay at a shard, but for parameters of the two stays before."""
         stays = [(shard,) for shard, _ in self._stays()]
         there = [(), *stays[:1], *(a + b for a, b in pairwise(stays))]
         return [
@@ -171,7 +171,7 @@ class ShardPlan:
 
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
-    """Find the fastest plan that fits; among equally fast ones, that with the fewest shards. ValueError: not even
+    """Find the fastest plan that fits; of equally fast plans, the plan with the fewest shards. ValueError: not even
     single blocks fit (names the block, its bytes, the least budget).
     """
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import factorial, isfinite
+from math import ceil, factorial, isfinite
 
 from lightning_decentral.shared.plan.timeline import Span, Task, run
 from lightning_decentral.sweep.plan.milp import MILP, NoSolution
@@ -175,11 +175,8 @@ class GreedyGangs(Pairing):
         loads = [0.0] * len(gangs[0].seconds)
         found: list[list[int]] = [[] for _ in gangs]
         for j in sorted(range(len(gangs)), key=lambda j: min(gangs[j].seconds) - max(gangs[j].seconds)):
-            emptiest = sorted(range(len(loads)), key=lambda g: loads[g])
-            longest = _ascending(gangs[j])[::-1]
-            there = dict(zip(emptiest, longest, strict=True))
-            found[j] = [there[g] for g in range(len(loads))]
-            loads = [load + gangs[j].seconds[there[g]] for g, load in enumerate(loads)]
+            found[j] = on_emptiest(gangs[j].seconds, loads)
+            loads = [load + gangs[j].seconds[d] for load, d in zip(loads, found[j], strict=True)]
         return found
 
 
@@ -221,3 +218,47 @@ class ExactGangs(Pairing):
 
 def _ascending(gang: Gang) -> list[int]:
     return sorted(range(len(gang.seconds)), key=lambda d: gang.seconds[d])
+
+
+def on_emptiest(seconds: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Return the number of the piece on each device: the longest one where the load is least, and so on."""
+    emptiest = sorted(range(len(loads)), key=lambda g: loads[g])
+    longest = sorted(range(len(seconds)), key=lambda d: -seconds[d])
+    there = dict(zip(emptiest, longest, strict=True))
+    return [there[g] for g in range(len(loads))]
+
+
+PAIRINGS: dict[str, Pairing] = {
+    "rank r on device r": Unaware(),
+    "complementary": ComplementaryPairing(),
+    "latin square": LatinSquare(),
+    "greedy": GreedyGangs(),
+}
+
+
+def sentence(turns: Turns) -> str:
+    """Compare a cycle with one job after the other, in one line; within 3 % of each other seconds are equal."""
+    jobs, cycle, unaware = ", ".join(gang.name for gang in turns.gangs), turns.cycle_seconds, turns.unaware_seconds
+    if cycle > 0.97 * unaware:
+        return f"JigSaw gains nothing for {jobs}: a cycle takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
+    return f"JigSaw: an iteration of each of {jobs} takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
+
+
+def stays(jobs: Sequence[tuple[Gang, float]], pairings: Sequence[Pairing]) -> dict[str, Span]:
+    """Return each job's stay, from its arrival (in seconds) to the end of its last iteration; the best of the pairings
+    places all jobs anew whenever one comes or ends.
+    """
+    waiting, left, now = sorted(jobs, key=lambda job: job[1]), dict[Gang, int](), 0.0
+    found: dict[str, Span] = {}
+    while waiting or left:
+        now = now if left else max(now, waiting[0][1])
+        while waiting and waiting[0][1] <= now:
+            gang, arrival = waiting.pop(0)
+            left[gang], found[gang.name] = gang.iterations, Span(gang.name, arrival, arrival)
+        cycle = min(pairing.turns([*left]).cycle_seconds for pairing in pairings)
+        # Whole cycles, until a job ends or the next one comes.
+        cycles = min([*left.values(), *(ceil((arrival - now) / cycle) for _, arrival in waiting[:1] if cycle)])
+        now += cycles * cycle
+        found |= {gang.name: replace(found[gang.name], finish=now) for gang in left}
+        left = {gang: rest - cycles for gang, rest in left.items() if rest > cycles}
+    return found

@@ -36,6 +36,9 @@ def test_a_line_for_each_change_of_view() -> None:
     found = "view 2: 2 workers from round 120; joined: e; left: d; lost: b (connection ended), c (silent for 10 s)"
     assert view.line({"b"}, 10.0) == found
     assert View(1, ("a", "b"), 0, ("a", "b"), "a", 2).line((), 10.0) == "view 1: 2 workers from round 0; joined: a, b"
+    assert (
+        View(3, ("a",), 9, ("a", "b"), "a", 2, left=("b",)).line((), 10.0) == "view 3: 1 worker from round 9; left: b"
+    )
     assert waiting_at("h:1", "waiting for 2 workers, 1 is here") == "waiting at h:1 for 2 workers, 1 is here"
     assert waiting_at("h:1", "the network is cut") == "waiting at h:1: the network is cut"
 

@@ -210,6 +210,6 @@ def test_a_rehearsal_says_what_it_foretold_and_tries_fewer_rates(monkeypatch: py
     assert ring.excess_predicted is not None
     assert ring.excess_predicted == pytest.approx(complete.excess_predicted)  # of two workers both are pairs
     text = "\n".join(found.sentences())
-    assert "what workers of gossip lose to their mean in the end: up to" in text
+    assert "excess loss of gossip's workers over their mean in the end: predicted up to" in text
     assert "taken for gossip strategy/topology=complete on 2 workers" in text
     assert any(f"learning rates times {ring.rate:g} only" in said for said in heard)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -312,6 +313,27 @@ def test_where_no_method_reaches_the_target_the_table_is_shown_and_it_is_an_erro
     assert capsys.readouterr().out.count("not reached in 10") == 2
 
 
+def test_the_minutes_of_the_command_begin_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports, data and the plan that names the methods take of them, too."""
+    assert Clock(10, begun=monotonic() - 9 * 60).rest == pytest.approx(60, abs=5)
+    given: dict[str, Any] = {}
+
+    def first(overrides: list[str]) -> Any:
+        given["reads"] = monotonic()
+        return split(overrides)
+
+    def rehearsal(*_: object, **options: Any) -> None:
+        given.update(options)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(rehearsing, "split", first)
+    monkeypatch.setattr(rehearsing.rehearsal, "rehearse", rehearsal)
+    start = monotonic()
+    with pytest.raises(SystemExit, match="seen"):
+        cli.main(["rehearse", "recipe=vit", "workers=2", "--target", "9"])
+    assert start <= given["begun"] <= given["reads"]
+
+
 def test_a_turn_ends_with_its_share_and_what_was_trained_is_kept() -> None:
     clock = Clock(60)
     clock.turn(0.5)
@@ -369,13 +391,13 @@ def test_minutes_that_are_too_few_are_said_with_what_would_fit() -> None:
     half = dict.fromkeys(jobs[:2], 0.5)
     fitted = _fitted(ask, half, Clock(1.0), heard.append)
     assert fitted.course.steps == 53
-    few = "can't be answered in 1 minutes; would fit: "
-    assert heard[-1] == f"what needs more than 53 steps {few}minutes=2"
+    few = "can't be reached in 1 minutes; would fit: "
+    assert heard[-1] == f"a target that needs more than 53 steps {few}minutes=2"
     _fitted(ask, half | dict.fromkeys(jobs[2:], 2.0), Clock(2.0), heard.append)
-    many = "can't be answered in 2 minutes; would fit: minutes=10, or 2 of the 4 trainings, workers=2"
-    assert heard[-1] == f"what needs more than 21 steps {many}"
+    many = "can't be reached in 2 minutes; would fit: minutes=10, or 2 of the 4 trainings, workers=2"
+    assert heard[-1] == f"a target that needs more than 21 steps {many}"
     _fitted(ask, dict.fromkeys(jobs[2:], 1.0), Clock(1.0), heard.append)
-    assert heard[-1] == f"what needs more than 26 steps {few}minutes=4, or about 2 workers"
+    assert heard[-1] == f"a target that needs more than 26 steps {few}minutes=4, or about 2 workers"
     assert _fitted(ask, dict.fromkeys(jobs[2:], 9.0), Clock(1.0), heard.append).course.steps == 10
     assert heard[-1] == "not even 10 steps of each fit: each method ends with its share of the minutes"
 

@@ -74,8 +74,8 @@ class Post(ABC):
 
     @abstractmethod
     def post(self, sends: Sequence[Message]) -> int:
-        """Send a copy of a round's messages to each member whose earlier messages have left; others get a later round.
-        Return the number of bytes sent."""
+        """Send a copy of a round's messages to each member whose earlier messages have left; others get a later
+        round's. Return the number of bytes sent."""
 
     @abstractmethod
     def newest(self, slots: int) -> dict[int, tuple[int, list[bytearray]]]:
@@ -245,7 +245,7 @@ class ElasticExchange(Exchange[PeerMessage]):
 
     @property
     def age(self) -> float:
-        """Mean age, in rounds, of the messages mixed last; 0 if rounds wait."""
+        """Mean age, in rounds, of the messages mixed last; 0 if rounds aren't asynchronous."""
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 

@@ -47,8 +47,8 @@ class Once:
 
 
 class Door:
-    """Listens on a thread at the address at which others reach this machine, serves each guest by the service that its
-    greeting names, and prints a line by `say` about each refused one."""
+    """Listens on a thread at this machine's address, and serves each guest by the service that its greeting names.
+    `say`: prints a line about each refused guest."""
 
     def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
         self._serve, self._say = serve, Once(say)

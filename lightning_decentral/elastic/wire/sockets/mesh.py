@@ -235,7 +235,7 @@ class Line(threading.Thread):
         self._hang_up()
 
     def _end(self) -> None:
-        """End this line; later messages get a new one."""
+        """End this thread's connection; later messages get a new one."""
         self._mesh.lose(self._to)
         with self._mesh.changed:
             if self._queue.empty():

@@ -202,8 +202,8 @@ class Combine(Rule):
         """Correct x in place by the mixed messages of a round. The rule may overwrite `mixed`."""
 
     def rate_of(self, turn: Turn) -> float | None:
-        """Mixing rate if `apply` is x <- x + rate (mixed - sent) and nothing else, else None. A GPU then corrects x in
-        one pass."""
+        """Mixing rate if `apply` is x <- x + rate (mixed - sent) and nothing else, else None. With a rate a GPU
+        corrects x in one pass."""
         return None
 
     def mixing(self, turn: Turn) -> dict[str, float]:

@@ -24,7 +24,7 @@ class ConsensusControl(Rule):
     theta is measured on the messages that are mixed anyway. With symmetric W, theta / (1 - lambda_n) <= Xi / ||x|| <=
     theta / (1 - lambda_2): on a well connected graph theta is nearly the relative consensus distance. An all-reduce of
     16 bytes for the two sums starts after a step and is read `lag` steps later: no worker waits unless another worker
-    is `lag` steps behind. Rounds beyond the first in a step block, as no computation overlaps them.
+    is `lag` steps behind. Only the first round of a step overlaps with computation; further rounds block.
 
     State and bytes: the inner rule's, once for each round. `ConsensusControl` wraps a rule and counts its rounds; the
     mixer `wire.consensus.ControlledMixer` takes the rounds.

@@ -158,9 +158,9 @@ class PseudoGradient(OuterNesterov):
     What the codec loses of a displacement stays in x_i - anchor and is sent with the next one: error feedback without
     the extra buffer that the source paper keeps, where x_i = anchor. The owner of a part keeps f, what the codec loses
     of the mean (`shared.compute.codec.coded_parts`): all workers decode the same d, so that their anchors are equal bit
-    for bit. All workers must average all with equal weights. Without a codec the rule is `OuterNesterov`. A codec that
-    sends a part of a displacement now and the rest later (`TopK`) allows lr / (1 - momentum) up to 1.5: a longer step
-    overshoots before the rest arrives.
+    for bit. Every worker must average all workers with equal weights. Without a codec the rule is `OuterNesterov`. A
+    codec that sends a part of a displacement now and the rest later (`TopK`) allows lr / (1 - momentum) up to 1.5: a
+    longer step overshoots before the rest arrives.
 
     Two workers, and codecs with estimates of earlier messages, send to each other: then d is the mean of the decoded
     messages, and anchors are equal up to rounding.

@@ -33,14 +33,8 @@ PACKING, ROUTING = "packed sequences", "output_router_logits"
 
 
 class CausalModel(Pipelined):
-    """A causal language model of `transformers`.
-
-    Args:
-        module: the `...ForCausalLM` itself.
-        anatomy: the paths of its parts.
-        refused: kinds of calls that can't be sliced for this model, and why.
-        aligned: use causal biases instead of masks.
-    """
+    """A causal language model of `transformers`. `refused`: kinds of calls that can't be sliced for it, and why.
+    `aligned`: use causal biases instead of masks."""
 
     sliceable = True
 
@@ -77,8 +71,6 @@ class CausalModel(Pipelined):
         # Looking up an embedding costs no time worth counting.
         return [weighed(size) for size in sizes], BlockCost(parameter_bytes=before), weighed(after)
 
-    # ---- parts --------------------------------------------------------------------------------------------------
-
     def keep(self, place: StagePlace) -> None:
         a, blocks = self._anatomy, self.blocks
         gone = [i for i in range(len(blocks)) if not place.first_block <= i < place.stop_block]
@@ -104,14 +96,12 @@ class CausalModel(Pipelined):
         others = self._anatomy.returned
         return hidden if others is None else (hidden, *[None] * others)
 
-    # ---- one call -----------------------------------------------------------------------------------------------
-
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         bound = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
         given = {k: v for k, v in {**bound, **bound.get("kwargs", {})}.items() if k not in ("self", "kwargs")}
         refuse_foreign(type(self.module).__name__, given)
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        # A model that keeps keys and values separates no documents itself, nor does it here.
+        # With keys and values kept, transformers doesn't separate documents either.
         caching = self._config.use_cache if given.get("use_cache") is None else given["use_cache"]
         documents = documents_of(positions) if positions is not None and mask is None and not caching else None
         if mask is not None and hides_nothing(mask):

@@ -65,13 +65,10 @@ SEPARABLE = ("eager", "sdpa", FLEX)  # Kinds of attention whose masks are built 
 
 
 class Slice(NamedTuple):
-    """Attributes:
-    documents: [batch or 1, tokens up to the slice's end], the documents to separate.
-    aligned: use a causal bias instead of a mask where both are equivalent.
-    """
+    """Slice whose masks are built."""
 
-    documents: Tensor | None
-    aligned: bool
+    documents: Tensor | None  # [batch or 1, tokens up to the slice's end], the documents to separate
+    aligned: bool  # use a causal bias instead of a mask where both are equivalent
 
 
 current: ContextVar[Slice | None] = ContextVar("slice", default=None)

@@ -93,7 +93,7 @@ def layers_of(given: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _by_layer(value: Any, depth: int) -> bool:
-    """Return whether the value describes each layer; a list of layer numbers in a row doesn't."""
+    """Return whether the value describes each layer; a list of consecutive layer numbers doesn't."""
     return isinstance(value, (list, tuple)) and len(value) == depth and list(value) != list(range(depth))
 
 

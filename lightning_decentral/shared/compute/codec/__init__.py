@@ -1,8 +1,8 @@
 """Message compression: quantization, sparsification, difference compression and its error feedback.
 
 `codec` has the base class, and codecs that send every element, as it is or rounded; to write a new codec, copy `Int8`
-in `quantize`. `topk` sends the largest elements, and has `DifferenceCompression`. The estimates that both ends of a
-link keep are in `gossip/compute`. Public: all names below.
+in `quantize`. `topk` has the codec that sends the largest elements, and `DifferenceCompression`. The estimates that
+both ends of a link keep are in `gossip/compute`. Public: all names below.
 """
 
 from typing import TYPE_CHECKING

@@ -29,7 +29,7 @@ class GradientAverage(Average):
 
     Raises:
         RuntimeError: in the backward pass, where a gradient grows again after it was sent, or where a parameter was
-            unfrozen unseen; in the next backward pass, where devices averaged gradients of different batches.
+            unfrozen without a call that the strategy sees; in the next one, where devices averaged different batches.
     """
 
     def __init__(

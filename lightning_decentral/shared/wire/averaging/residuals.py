@@ -172,8 +172,6 @@ class Residuals:
                 tensor.mul_(scale / self._unit)
         self._unit = scale
 
-    # ---- state ------------------------------------------------------------------------------------------------------
-
     def forget(self) -> None:
         """Drop all residuals."""
         self._at, self._debts = {}, {}

@@ -35,17 +35,10 @@ GOODBYE_SECONDS = 10.0  # seconds that worker 0, whose process has the store, le
 def check_same_settings(
     mine: Mapping[str, str], store: Any, rank: int, size: int, timeout: timedelta, when: str
 ) -> None:
-    """Wait until all workers have written the same settings to the store; each reads and writes a few lines.
-
-    Args:
-        mine: {name: this worker's value as text}, with the versions first.
-        store: key-value store of the process group.
-        when: where all workers are, for the error.
-
-    Raises:
-        ValueError: on every worker, the same line with the first difference.
-        TimeoutError: workers that haven't come within `timeout`.
-    """
+    """Wait until all workers have written the same settings to the store; each reads and writes a few lines. `mine`:
+    {name: this worker's value as text}, with the versions first. `when`: where all workers are, for the error.
+    ValueError: on every worker, the same line with the first difference. TimeoutError: workers that haven't come within
+    `timeout`."""
     # Counted by the store, so that a later fit, in this or another world on it, never reads old answers.
     place = f"settings/{store.add(f'settings/{rank}', 1)}"
 
@@ -119,7 +112,7 @@ class TrainingComparison:
     """Compares trained parameters between workers, for averages; the base class is for a single worker."""
 
     def changed(self) -> None:
-        """Wait until all workers train what this worker trains from the next average on. Collective, in effect.
+        """Wait until all workers train the same parameters from the next average on. Collective, in effect.
         RuntimeError: another worker trains something else; the text has the first difference."""
 
     def begin(self) -> None:

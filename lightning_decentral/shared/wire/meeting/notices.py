@@ -119,7 +119,7 @@ class StatusBoard:
         return not self._store.check([f"{what}/not"])
 
     def read(self, key: str, parse: Callable[[bytes], Any]) -> Any:
-        """Return the parsed value of a key; None where there is none, or one that no worker can have written."""
+        """Return the parsed value of a key; None if it has no value, or a value that no worker can have written."""
         if not self._store.check([key]):  # `get` waits for a key that isn't there
             return None
         try:
