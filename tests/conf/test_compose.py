@@ -32,6 +32,7 @@ MUST_BE_GIVEN = {
     "from_graph": ["strategy.topology.edges=[[0,1]]"],
 }
 GIVEN_BY_TRAIN = {"optimizer", "scheduler", "params", "total_steps", "strategy", "callbacks", "logger"}
+GIVEN_BY_THE_CLASS = {"root_dir"}  # which TensorBoardLogger gives to its base, from save_dir
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def checked(*overrides: str) -> dict:
         accepted = parameters(get_object(node["_target_"]))
         required = {name for name, p in accepted.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
         assert unowned(node) == set(), path
-        assert required - set(node) <= GIVEN_BY_TRAIN, path
+        assert required - set(node) <= GIVEN_BY_TRAIN | GIVEN_BY_THE_CLASS, path
     return tree
 
 
