@@ -1,4 +1,6 @@
-"""Types of options with units, whose errors name the option: 200mbit, 100us, 24GB."""
+"""Types of options with units, whose errors name the option: 200mbit, 100us, 24GB.
+
+Short, as `shared.plan.units` reads them."""
 
 import argparse
 from collections.abc import Callable

@@ -69,7 +69,6 @@ def scheduling() -> Iterator[str]:
     yield f"Lower bound {dummy['bound_seconds']:.3f} s"
     predicted, turns = float(ways["jigsaw"][2]) / float(ways["one after the other"][2]), float(ways["jigsaw"][3])
     yield f"predict {predicted:.2f} times one after the other, and {turns:.2f} were measured"
-    yield f"not that {turns:.2f} holds"
     places = float(ways["complementary"][4])
     yield f"places gain {places - 1:.0%}".replace("%", " %")
     yield f"turns another {float(ways['jigsaw'][0]) / float(ways['complementary'][0]) - 1:.0%}".replace("%", " %")
@@ -135,8 +134,8 @@ def optimizers() -> Iterator[str]:
         least = [min(v for name, v in runs.items() if name.startswith(f"{method} |") and name.endswith(f"| {m:g}"))
                  for m in momenta]  # fmt: skip
         words = "a momentum of " if method.startswith("ddp") else ""
-        yield f"comes to {least[0]:.3f} with {words}{momenta[0]:g}"
-        yield f"and to {least[1]:.3f} with {momenta[1]:g}"
+        yield f"reaches {least[0]:.3f} with {words}{momenta[0]:g}"
+        yield f"and {least[1]:.3f} with {momenta[1]:g}"
     yield f"large matrices take {ours[0]} to {ours[1]} of the time, and in torch's function {torch[0]} to {torch[1]}"
     losses, curves = result("variants")["losses"], result("loss-per-second")["curves"]
     stays = {"ddp, 2e-2": "ddp, Muon", "own, 2e-2": "gossip, int8, Muon"}
@@ -165,18 +164,18 @@ def rehearse() -> Iterator[str]:
     yield f"is named in {found['best_right']} of {found['clear']} such settings"
     asleep = result("rehearsed-asleep")
     yield f"{asleep['step_seconds_within']} of the {asleep['values']} seconds of a step are within 15 %"
-    yield f"Of the seconds to a loss, the product, {asleep['seconds_within']} are"
+    yield f"Of the seconds to a loss, {asleep['seconds_within']} are"
     yield f"is named in {asleep['best_right']} of {asleep['clear']} settings in which"
     for one in (found, asleep):
         yield f"{one['pairs_right']} of {one['pairs']} pairs of methods"
         yield f"{one['apart_right']} of the {one['apart']} that differ by more than 10 %"
     other = result("rehearsed-unsteady")
     seconds = f"{other['seconds_within']} of the {other['values']}"
-    soonest, order = f"{other['best_right']} of {other['clear']}", f"{other['pairs_right']} of {other['pairs']}"
-    yield f"{seconds} within 15 %, the soonest in {soonest}, the order in {order}"
+    fastest, order = f"{other['best_right']} of {other['clear']}", f"{other['pairs_right']} of {other['pairs']}"
+    yield f"{seconds} within 15 %, the fastest in {fastest}, the order in {order}"
     off = foretold["beyond"]
     half, most_off = (100 * off[name] for name in ("median off", "nine in ten within"))
-    errors = f"within {half:.1f} % of the steps that came, nine in ten within {most_off:.1f} %"
+    errors = f"within {half:.1f} % of the real steps, nine in ten within {most_off:.1f} %"
     yield f"{errors}. So the interval is widened by 11 %"
     rows = [row for of in foretold["apart"].values() for row in of]
     near, coded, far = (
@@ -188,7 +187,7 @@ def rehearse() -> Iterator[str]:
         )
     )
     assert min(near + coded + far) >= 1
-    yield f"was {min(near):.1f} to {max(near):.1f} times as much"
+    yield f"was {min(near):.1f} to {max(near):.1f} times the measured excess"
     yield f"with `int8` {min(coded):.1f} to {max(coded):.1f} times"
     yield f"every eighth step or in streams: {min(far):.1f} to {max(far):.1f} times"
     long = found["long"]

@@ -103,7 +103,7 @@ def test_what_plan_names_is_close_to_the_soonest_that_was_measured() -> None:
     near = sum(times <= 1.14 for times in behind)
     assert f"In {near} of the {len(behind)} measured settings" in page
     assert (
-        f"within 14 % of the soonest that was measured there, and within {100 * max(behind) - 100:.0f} % in all" in page
+        f"within 14 % of the fastest measured method, and within {100 * max(behind) - 100:.0f} % in all" in page
     )
 
 

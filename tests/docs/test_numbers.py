@@ -9,7 +9,7 @@ SETTINGS = {
     "CONTRIBUTING.md": ["about 0.1 s"],
     "docs/causal-models.md": ["`transformers` 5.23.0"],
     "docs/cluster.md": ["1.046 times its bytes", "take 1.007"],  # 1 + 66 / 1448, 1 + 66 / 8934
-    "docs/codecs.md": ["at 10% and 1%", "about 0.4 arrives"],
+    "docs/codecs.md": ["at 10% and 1%", "`Int2` transmits about 0.4"],
     "docs/elastic.md": ["others lost 0.1 s, and a new one took part"],  # tests/benchmarks/test_elastic_pipelines.py
     "docs/from-ddp.md": ["Lightning 2.6.5's tests"],
     "docs/measured.md": [  # the bounds are asserted in test_measured.py
@@ -35,17 +35,17 @@ SETTINGS = {
         "`--threshold` percent over it (10 by default)",
         "on 4, 8 and 16",
         "In 23 of the 26 measured settings",  # these four: test_choosing.py
-        "within 14 % of the soonest",
+        "within 14 % of the fastest",
         "within 29 % in all",
         "costs `ddp` 2.4 times",  # these nine: tests/gossip/plan/test_forecast.py
-        "pays 1.29, 1.16, 1.09, 1.04 with delay",
+        "takes 1.29, 1.16, 1.09, 1.04 with delay",
         "1.24, 1.15, 1.08, 1.04 (",
         "Of the 30 numbers that weren't given",  # these two: test_published.py
         "within 12 %, the furthest is 41 % off",
     ],
     "docs/rehearse.md": [
         "learning rates times 0.5, 1 and 2",
-        "no other method is 10 % sooner",
+        "no other method is 10 % faster",
         "up to 1.5 times those rehearsed",
         "differ by more than 10 %",
         "Such steps take 10 to 30 ms",

@@ -1,4 +1,6 @@
-"""Settings of a rehearsal's Trainers (clipping, steps, seed, device), and learning rates times a factor."""
+"""Settings of a rehearsal's Trainers (clipping, steps, seed, device), and learning rates times a factor.
+
+Separate from the crew, as a plan of jobs needs the settings only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
