@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 POLICIES = {
@@ -19,6 +19,9 @@ POLICIES = {
     "complementary": "Complementary",
     "asha": "ASHA",
 }
+# Names that hydra.launcher.policy takes, too, and the class that carries such a sweep out; policies have `GRANTED`.
+GRANTED = "lightning_decentral.sweep.launcher.Carrier"
+CARRIERS: dict[str, str] = {}
 # What hydra.launcher.policy.KEY may set, and what it is by default.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1}
@@ -51,7 +54,8 @@ class ShardParallelLauncher(Launcher):
     """Runs every member of a sweep as its own process, and lets the members take turns on the devices.
 
     Args:
-        policy: decides which member is next on a free device; choose one with `hydra/launcher/policy=srtf`.
+        policy: decides which member is next on a free device; choose one with `hydra/launcher/policy=srtf`. Or a name
+            of `CARRIERS`.
         devices: a number, or names such as `[cuda:0,cuda:2]`; None: every GPU, or one processor.
         memory_bytes: bytes of each device. Members that fit together stay on the device; None: all fit.
         quantum_seconds: how long a member keeps a device before it asks again.
@@ -70,15 +74,19 @@ class ShardParallelLauncher(Launcher):
         resume: bool = False,
         checkpoint: str = "checkpoint",
     ) -> None:
-        if policy is None or isinstance(policy, str):
+        if policy is None or (isinstance(policy, str) and policy not in CARRIERS):
+            also = f", or hydra.launcher.policy={' or '.join(CARRIERS)}" if CARRIERS else ""
             known = ", ".join(POLICIES)
-            raise ValueError(f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}")
+            raise ValueError(
+                f"hydra.launcher.policy={policy}: choose one with hydra/launcher/policy=..., of {known}{also}"
+            )
         if alive_per_device < 1:
             raise ValueError(f"hydra.launcher.alive_per_device must be at least 1 member, got {alive_per_device}")
         self._sweep: Any = None
         # From Hydra 1.4 on a plug-in gets its parts as they are configured.
         made = instantiate(policy) if OmegaConf.is_config(policy) else policy
         self._granting = (devices, memory_bytes, made, quantum_seconds)
+        self._carrier = CARRIERS[policy] if isinstance(policy, str) else GRANTED
         self._launching: dict[str, Any] = {
             "alive_per_device": alive_per_device,
             "resume": resume,
@@ -91,11 +99,11 @@ class ShardParallelLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their outcomes in order; the outcome of a failed job has its exception."""
-        from lightning_decentral.sweep.launcher import Launch, arbiter_of
+        from lightning_decentral.sweep.launcher import Launch
 
         # A sweeper that chooses by what came before asks many times: all its jobs are one sweep.
         self._sweep = self._sweep or Launch(**self._launching)
-        arbiter = arbiter_of(*self._granting)
+        carrier = get_class(self._carrier)(*self._granting)
         hydra = self._hydra_context, self._task_function, self._config
-        found: Sequence[JobReturn] = self._sweep(arbiter, *hydra, job_overrides, initial_job_idx)
+        found: Sequence[JobReturn] = self._sweep(carrier, *hydra, job_overrides, initial_job_idx)
         return found

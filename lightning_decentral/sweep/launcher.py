@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -30,10 +30,39 @@ log = logging.getLogger(__name__)
 TRACE = "trace.json"
 FACTORIES = "lightning.pytorch.callbacks_factory"
 
+Devices = int | Sequence[str] | None  # a number, names, or None: every GPU, or the whole CPU
+
+
+Ended = tuple[Mapping[str, JobReturn], Mapping[str, Span]]
+"""(outcome of each member, spans of the members' time on devices by `time.perf_counter`)."""
+
+
+class Carrier:
+    """Carries out the members of one batch on devices; here an arbiter lets them take turns, in the policy's order.
+
+    `hydra.launcher.policy` may name another class than this one, which gets that name in place of a policy.
+    """
+
+    def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
+        self.arbiter = arbiter_of(devices, memory_bytes, policy, quantum_seconds)
+        self.devices, self.title = self.arbiter.devices, f"{type(policy).__name__} first"
+
+    def refuse(self, members: Sequence[SweepMember]) -> None:
+        """Raise ValueError for a member that can't be carried out, before any of them starts."""
+        for member in members:
+            self.arbiter.refuse_wider(member.name, member.width)
+
+    def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
+        """Run all members to their end, on any device; scores are added to those of members that ran earlier."""
+        with table.LiveTable() as watcher:
+            sweep = Sweep(members, self.arbiter, starts, watcher, alive_per_device * len(self.devices), scores)
+            outcomes = sweep.run()
+        return outcomes, later(self.arbiter.spans(), sweep.began)
+
 
 class Launch:
     """Runs a sweep for Hydra: the sweeper's jobs may come in batches, each when the batch before has ended. The
-    options of `ShardParallelLauncher` make an arbiter for each batch.
+    options of `ShardParallelLauncher` make a carrier for each batch.
     """
 
     def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
@@ -47,7 +76,7 @@ class Launch:
 
     def __call__(
         self,
-        arbiter: Arbiter,  # of this batch: who may use which device
+        carrier: Carrier,  # of this batch
         hydra_context: HydraContext,
         task_function: TaskFunction,
         config: DictConfig,
@@ -63,8 +92,7 @@ class Launch:
         refuse_without_gate()
         numbered = enumerate(job_overrides, start=initial_job_idx)
         members = [_member(hydra_context, config, list(overrides), number) for number, overrides in numbered]
-        for member in members:
-            arbiter.refuse_wider(member.name, member.width)
+        carrier.refuse(members)
         folder = Path(str(config.hydra.sweep.dir))
         done = self._taken_up(members, folder) if self._resume else {}
         for member in [] if self._resume else members:
@@ -72,21 +100,19 @@ class Launch:
         self._members += members
         self._outcomes |= done
         left = [member for member in distinguished(members) if member.name not in done]
-        self._run(left, arbiter, starts_on(arbiter.devices, hydra_context, task_function))
+        self._run(left, carrier, starts_on(carrier.devices, hydra_context, task_function))
         self._report(distinguished(self._members), left, folder)
         return [self._outcomes[member.name] for member in members]
 
-    def _run(self, left: list[SweepMember], arbiter: Arbiter, starts: Starts) -> None:
-        devices = arbiter.devices
-        log.info(f"Launching {len(left)} jobs on {', '.join(devices)}, {type(arbiter.policy).__name__} first")
+    def _run(self, left: list[SweepMember], carrier: Carrier, starts: Starts) -> None:
+        log.info(f"Launching {len(left)} jobs on {', '.join(carrier.devices)}, {carrier.title}")
         if not left:
             return
         for member in left:
             log.info(f"\t{member.title}")
-        with table.LiveTable() as watcher:
-            sweep = Sweep(left, arbiter, starts, watcher, self._alive_per_device * len(devices), self._scores)
-            self._outcomes |= sweep.run()
-        spans = later(arbiter.spans(), sweep.began - self._began)
+        outcomes, ran = carrier.run(left, starts, self._alive_per_device, self._scores)
+        self._outcomes |= outcomes
+        spans = later(ran, -self._began)
         # A resumed member has spans of its earlier run.
         numbered = enumerate(spans.items(), start=len(self._spans))
         self._spans |= {f"{name.rpartition('/')[0]}/{number}": span for number, (name, span) in numbered}
@@ -139,7 +165,7 @@ class Launch:
             console.print(best, markup=False, highlight=False, soft_wrap=True)
 
 
-def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
+def slots(devices: Devices, gpus: int) -> tuple[str, ...]:
     """Return the devices' names: those given, n GPUs, or without GPUs n equal parts of the CPU. None: every GPU or the
     whole CPU. ValueError: fewer than one, more than exist, named twice, or of another kind."""
     count = max(1, gpus) if devices is None else devices
@@ -163,9 +189,7 @@ def slots(devices: int | Sequence[str] | None, gpus: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def arbiter_of(
-    devices: int | Sequence[str] | None, memory_bytes: int | None, policy: Policy, quantum_seconds: float
-) -> Arbiter:
+def arbiter_of(devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> Arbiter:
     """Make the arbiter from a launcher's options, on this machine; ValueError for an impossible value."""
     if memory_bytes is not None and memory_bytes < 1:
         raise ValueError(
