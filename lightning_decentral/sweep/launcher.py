@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
@@ -43,6 +44,8 @@ class Carrier:
     `hydra.launcher.policy` may name another class than this one, which gets that name in place of a policy.
     """
 
+    planned: Mapping[str, Span] = MappingProxyType({})  # as the spans of `run`, where a plan has them
+
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
         self.arbiter = arbiter_of(devices, memory_bytes, policy, quantum_seconds)
         self.devices, self.title = self.arbiter.devices, f"{type(policy).__name__} first"
@@ -72,6 +75,7 @@ class Launch:
         self._members: list[SweepMember] = []
         self._outcomes: dict[str, JobReturn] = {}
         self._spans: dict[str, Span] = {}
+        self._planned: dict[str, Span] = {}
         self._began = time.perf_counter()
 
     def __call__(
@@ -112,6 +116,7 @@ class Launch:
             log.info(f"\t{member.title}")
         outcomes, ran = carrier.run(left, starts, self._alive_per_device, self._scores)
         self._outcomes |= outcomes
+        self._planned |= later(carrier.planned, -self._began)
         spans = later(ran, -self._began)
         # A resumed member has spans of its earlier run.
         numbered = enumerate(spans.items(), start=len(self._spans))
@@ -141,6 +146,9 @@ class Launch:
             else:
                 with open_dict(member.config):
                     member.config[self._checkpoint] = str(last)
+                    # A carrier may compose it again: this list counts before the member's own.
+                    quoted = str(last).replace("\\", "\\\\").replace("'", "\\'")
+                    member.config.hydra.overrides.hydra.append(f"{self._checkpoint}='{quoted}'")
                 state = f"from {last}"
             log.info(f"\t{member.title} : {state}")
         return done
@@ -153,8 +161,11 @@ class Launch:
         console.print(table.ranking(ranked))
         write_chrome_trace(chrome_trace(self._spans, "sweep"), folder / TRACE)
         try:
-            panels = {"Members of the sweep by device": gantt.bars_of_sweep(self._spans)}
-            gantt.draw(panels, folder / "gantt.png")
+            panels = {"Planned": self._planned, "Members of the sweep by device": self._spans}
+            drawn = {
+                title: gantt.bars_of_sweep(spans) for title, spans in panels.items() if spans or spans is self._spans
+            }
+            gantt.draw(drawn, folder / "gantt.png")
         except ValueError as error:
             log.info(f"no gantt.png: {error}")
         log.info(f"ranking, trace and Gantt chart: {folder}")

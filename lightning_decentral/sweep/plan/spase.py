@@ -11,6 +11,7 @@ Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import combinations, pairwise, product
 from math import isfinite
 
@@ -83,6 +84,10 @@ class SpasePlan:
     @property
     def last_seconds(self) -> float:
         return max(job.start + job.seconds for job in self.granted)
+
+    def in_order(self) -> list[Granted]:
+        """Return the grants by their start."""
+        return sorted(self.granted, key=lambda job: (job.start, job.devices))
 
     def spans(self) -> dict[tuple[str, int], Span]:
         return {
@@ -201,6 +206,23 @@ class ExactSpase:
         order = sorted(range(len(tables)), key=lambda j: value[start[j]])
         sizes = {j: len(has_devices[j]) for j in order}
         return _placed(tables, devices, sizes, has_devices, free), bound
+
+
+def planned(
+    tables: Sequence[Table], devices: int, free: Sequence[float] = (), limit_seconds: float = 10.0
+) -> SpasePlan:
+    """Plan with the program where scipy is installed, otherwise greedily."""
+    solver = ExactSpase(limit_seconds) if find_spec("scipy") else GreedySpase()
+    return solver.plan(tables, devices, free)
+
+
+def replayed_seconds(granted: Sequence[Granted], free: Sequence[float]) -> float:
+    """Makespan of the same jobs on the same devices in this order, from when each device is free."""
+    until = list(free)
+    for job in granted:
+        end = max(until[g] for g in job.devices) + job.seconds
+        until = [end if g in job.devices else seconds for g, seconds in enumerate(until)]
+    return max(until)
 
 
 def _placed(
