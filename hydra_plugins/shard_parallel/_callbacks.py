@@ -21,6 +21,10 @@ def callbacks() -> list[Any]:
     admission = Admission.found()
     if admission is None:
         return []
+    if admission.cores is not None:  # workers ask one by one
+        from lightning_decentral.sweep.pieces import PieceGate
+
+        return [PieceGate(admission)]
     gate = Gate(admission)
     return [gate] if admission.watched is None else [gate, Scoring(gate, *admission.watched)]
 

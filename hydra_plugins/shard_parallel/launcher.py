@@ -22,7 +22,10 @@ POLICIES = {
 }
 # Names that hydra.launcher.policy takes, too, and the class that carries such a sweep out; policies have `GRANTED`.
 GRANTED = "lightning_decentral.sweep.launcher.Carrier"
-CARRIERS = {"spase": "lightning_decentral.sweep.spase.SpaseCarrier"}
+CARRIERS = {
+    "jigsaw": "lightning_decentral.sweep.jigsaw.JigSaw",
+    "spase": "lightning_decentral.sweep.spase.SpaseCarrier",
+}
 # What hydra.launcher.policy.KEY may set, and what it is by default.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1},

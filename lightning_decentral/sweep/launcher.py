@@ -45,9 +45,10 @@ class Carrier:
     """
 
     planned: Mapping[str, Span] = MappingProxyType({})  # as the spans of `run`, where a plan has them
+    width = 1  # devices that each member has at a time, as a rule: so many fewer are alive at once
 
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
-        self.arbiter = arbiter_of(devices, memory_bytes, policy, quantum_seconds)
+        self.arbiter: Arbiter = arbiter_of(devices, memory_bytes, policy, quantum_seconds)
         self.devices, self.title = self.arbiter.devices, f"{type(policy).__name__} first"
 
     def refuse(self, members: Sequence[SweepMember]) -> None:
@@ -58,7 +59,8 @@ class Carrier:
     def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
         """Run all members to their end, on any device; scores are added to those of members that ran earlier."""
         with table.LiveTable() as watcher:
-            sweep = Sweep(members, self.arbiter, starts, watcher, alive_per_device * len(self.devices), scores)
+            alive = alive_per_device * len(self.devices) // self.width
+            sweep = Sweep(members, self.arbiter, starts, watcher, alive, scores)
             outcomes = sweep.run()
         return outcomes, later(self.arbiter.spans(), sweep.began)
 

@@ -94,20 +94,22 @@ class LiveTable:
         self._live.stop()
 
     def show(self, sweep: Sweep) -> None:
-        """Show the sweep's state; call it from time to time."""
+        """Show the sweep's state, and what its arbiter remarked; call it from time to time."""
+        while sweep.arbiter.remarks:
+            self.say(sweep.arbiter.remarks.pop(0))
         if self._live.is_started:
             self._live.update(picture(sweep), refresh=True)
 
     def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         if outcome.status is JobStatus.COMPLETED:
-            self._print(f"\t{member.title} : done, {outcome.return_value}")
+            self.say(f"\t{member.title} : done, {outcome.return_value}")
         else:
-            self._print(f"\t{member.title} : failed, {MemberFailed.of(outcome._return_value)}; its log: {member.log}")
+            self.say(f"\t{member.title} : failed, {MemberFailed.of(outcome._return_value)}; its log: {member.log}")
 
     def judged(self, member: SweepMember, verdict: str) -> None:
-        self._print(f"\t{member.title} : ends early, {verdict}")
+        self.say(f"\t{member.title} : ends early, {verdict}")
 
-    def _print(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Print a line above the table, if there is a table."""
         if self._live.is_started:
             self.console.print(line, markup=False, highlight=False)

@@ -60,7 +60,8 @@ class Sweep:
         self.processes: dict[str, Any] = {}
         self._queue = {member.name: member for member in members}
         self._selector = selectors.DefaultSelector()
-        self.seats = Seats(self._selector, self.processes.__contains__, self.receive, self.leave_seat)
+        gone = lambda name: self.arbiter.gone(name, self.now)  # noqa: E731
+        self.seats = Seats(self._selector, self._expects, self.receive, gone)
         self._shown = 0.0
         self.began = time.perf_counter()
 
@@ -102,12 +103,13 @@ class Sweep:
                     self._ended(self.members[name])
                 self._watcher.show(self)
                 self._shown = self.now
+        self._watcher.show(self)
 
     def _give(self, name: str, order: Instruction) -> None:
         if order is Instruction.END:
             kill_group(self.processes[name].pid)
         else:
-            self.seats.write(name, {"order": order.value})
+            self.seats.write(name, {"order": order.value, "device": self.arbiter.place(name)})
 
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
@@ -119,6 +121,7 @@ class Sweep:
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
             watched=self.arbiter.policy.watched,
+            cores=self.arbiter.cores,
         )
         process = self._starts(member, {**environment(account.home), **admission.variable()}, self._lifeline)
         self.processes[member.name] = process
@@ -130,7 +133,8 @@ class Sweep:
         process.join()
         if process.exitcode:  # the member had no time to end what it had started
             kill_group(process.pid)
-        self.seats.hang_up(member.name)
+        for name in self.arbiter.seats(member.name):
+            self.seats.hang_up(name)
         self.arbiter.leave(member.name, self.now)
         try:
             ended = MemberFailed("RuntimeError", f"the process ended with exit code {process.exitcode}")
@@ -168,10 +172,8 @@ class Sweep:
         write_scores(self.members[name], self.scores)
         self.seats.write(name, {"order": (Instruction.END if verdict else Instruction.GO_ON).value})
 
-    def leave_seat(self, name: str) -> None:
-        """Free the device of a process that is gone; the member may still be alive."""
-        self.arbiter.give_back(name, self.arbiter.members[name].turn, self.now)
-        self.arbiter.left(name)
+    def _expects(self, name: str) -> bool:
+        return any(name in self.arbiter.seats(member) for member in self.processes)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

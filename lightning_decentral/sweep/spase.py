@@ -95,11 +95,11 @@ class _Trying(progress.LiveTable):
             return
         rows = self.best.setdefault(case.member.name, {})
         rows[case.devices] = min(rows.get(case.devices, (math.inf, "")), (seconds, case.candidate))
-        self._print(f"\t{case} : {seconds:.4g} s")
+        self.say(f"\t{case} : {seconds:.4g} s")
 
     def leave_out(self, case: Case, why: str) -> None:
         self.reasons.setdefault(case.member.name, []).append(f"{case.candidate} on {case.devices}: {why}")
-        self._print(f"\t{case} : left out, {why}")
+        self.say(f"\t{case} : left out, {why}")
 
 
 class SpaseCarrier(Carrier):

@@ -85,7 +85,7 @@ class Gate(Callback):
             torch.set_num_threads(self._admission.threads)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_start()
+        self._meet()
         try:
             self._total = float(trainer.estimated_stepping_batches)
         except MisconfigurationException:  # accumulation that changes between epochs
@@ -110,12 +110,7 @@ class Gate(Callback):
         self._batch_end = self._clock()
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
-        """Wait with worker 0, once, on the other workers of a member with several devices: their clocks stop, too."""
-        if self._admission.width > 1 and not self._met:
-            with standing_still():
-                self._take()
-                self._active.strategy.barrier("turn")
-            self._met = True
+        self._meet()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -158,6 +153,14 @@ class Gate(Callback):
         seat = _SEATS[os.getpid()]
         seat.baggage = self
         return seat
+
+    def _meet(self) -> None:
+        """Wait with worker 0, once, on the other workers of a member with several devices: their clocks stop, too."""
+        if self._admission.width > 1 and not self._met:
+            with standing_still():
+                self._take()
+                self._active.strategy.barrier("turn")
+            self._met = True
 
     def _take(self) -> None:
         if self._active.global_rank == 0 and not self._seat.fresh:

@@ -13,7 +13,7 @@ from lightning_decentral.partial.compute.frozen_update import Absent, settle
 from lightning_decentral.partial.compute.search import CutPlan
 from lightning_decentral.partial.plan.depth import DepthAssignment, check, contributors
 from lightning_decentral.partial.wire.reducer import Rank, Reducer
-from lightning_decentral.shared.compute.device import DeviceSteps
+from lightning_decentral.shared.compute.device import DeviceSteps, Turn
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.gradients import at_the_end
 from lightning_decentral.shared.wire.transport import Wire
@@ -109,6 +109,7 @@ class CutSteps(DeviceSteps):
     def __init__(self, absent: Absent, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.driver: DepthController | None = None
         self.reducer: Reducer | None = None
+        self.turn = Turn()
         self._absent, self._waiting, self._blocked = absent, waiting, False
 
     def drive(self, driver: DepthController, wire: Wire | None, equal: EqualReplicas, bucket_bytes: int | None) -> None:
@@ -117,6 +118,10 @@ class CutSteps(DeviceSteps):
             self.reducer = Reducer(driver.segments, driver.place, wire.group, wire.hosts, bucket_bytes)
             equal.join(self.reducer)
         self.driver = driver
+
+    def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
+        self.turn.take()
+        return step()
 
     def before(self, loss: Any) -> None:
         self.begin()
@@ -134,6 +139,7 @@ class CutSteps(DeviceSteps):
         """Finish a backward: wait for the averaged gradients."""
         if self.driver is not None:
             self.driver.bypass.end()
+        self.turn.give()
         if self.reducer is not None and not self._blocked:
             with self._waiting():
                 self.reducer.finish()

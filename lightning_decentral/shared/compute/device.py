@@ -196,6 +196,16 @@ def call_queue(device: torch.device, name: str) -> CallQueue:
     return StreamQueue(device) if device.type == "cuda" else WorkerThread(name)
 
 
+class Turn:
+    """Turn of a forward and backward on a device that other trainings use, too; here on a device of its own."""
+
+    def take(self) -> None:
+        """Wait for the device, before a forward."""
+
+    def give(self) -> None:
+        """Return the device, after the backward and before other workers' gradients are awaited."""
+
+
 class DeviceSteps:
     """Hooks around the steps of a device; here of a device that is a worker by itself, which needs none."""
 

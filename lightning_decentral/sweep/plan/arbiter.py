@@ -44,6 +44,7 @@ class TurnReport:
     remaining_seconds: float | None = None  # predicted device time until the member ends
     peak_bytes: int | None = None  # maximum that the member needed on the device
     kept_bytes: int = 0  # memory that stays on the device while the member waits
+    piece_seconds: float | None = None  # of a forward and backward that has ended (JigSaw)
 
 
 @dataclass
@@ -84,6 +85,8 @@ class Arbiter:
     On CUDA devices, and wherever memory is limited, a member stays on the devices where it started.
     """
 
+    cores: Mapping[str, Sequence[int]] | None = None  # of each device, if a member's workers ask one by one; empty: any
+
     def __init__(
         self,
         policy: Policy,
@@ -97,6 +100,7 @@ class Arbiter:
         self._pinned = memory_bytes is not None or any(device.startswith("cuda") for device in devices)
         self.members: dict[str, MemberAccount] = {}
         self.ended: dict[str, MemberAccount] = {}
+        self.remarks: list[str] = []  # for the user, about what was decided; removed when shown
         self._grants = 0
 
     def next_start(self, left: Sequence[str], now: float) -> str | None:
@@ -139,6 +143,11 @@ class Arbiter:
         """Record that the member has nothing on its device any more."""
         self.members[name].resident = self.members[name].leaving = False
 
+    def gone(self, name: str, now: float) -> None:
+        """Record that a process with a connection is gone; its member may be alive."""
+        self.give_back(name, self.members[name].turn, now)
+        self.left(name)
+
     def leave(self, name: str, now: float) -> None:
         member = self.members.pop(name)
         member.close(now)
@@ -151,6 +160,14 @@ class Arbiter:
     def rests_seconds(self, now: float) -> float:
         """Seconds until `settle` must be called again even without an event."""
         return math.inf
+
+    def seats(self, name: str) -> Sequence[str]:
+        """Names under which a member's processes ask."""
+        return (name,)
+
+    def place(self, name: str) -> str | None:
+        """Device that was granted to one worker, where workers ask one by one."""
+        return None
 
     def jobs(self, *phases: Phase) -> list[Job]:
         """Describe the members in these phases for a policy."""

@@ -175,11 +175,8 @@ class GreedyGangs(Pairing):
         loads = [0.0] * len(gangs[0].seconds)
         found: list[list[int]] = [[] for _ in gangs]
         for j in sorted(range(len(gangs)), key=lambda j: min(gangs[j].seconds) - max(gangs[j].seconds)):
-            emptiest = sorted(range(len(loads)), key=lambda g: loads[g])
-            longest = _ascending(gangs[j])[::-1]
-            there = dict(zip(emptiest, longest, strict=True))
-            found[j] = [there[g] for g in range(len(loads))]
-            loads = [load + gangs[j].seconds[there[g]] for g, load in enumerate(loads)]
+            found[j] = on_emptiest(gangs[j].seconds, loads)
+            loads = [load + gangs[j].seconds[d] for load, d in zip(loads, found[j], strict=True)]
         return found
 
 
@@ -221,3 +218,27 @@ class ExactGangs(Pairing):
 
 def _ascending(gang: Gang) -> list[int]:
     return sorted(range(len(gang.seconds)), key=lambda d: gang.seconds[d])
+
+
+def on_emptiest(seconds: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Return the number of the piece on each device: the longest one where the load is least, and so on."""
+    emptiest = sorted(range(len(loads)), key=lambda g: loads[g])
+    longest = sorted(range(len(seconds)), key=lambda d: -seconds[d])
+    there = dict(zip(emptiest, longest, strict=True))
+    return [there[g] for g in range(len(loads))]
+
+
+PAIRINGS: dict[str, Pairing] = {
+    "rank r on device r": Unaware(),
+    "complementary": ComplementaryPairing(),
+    "latin square": LatinSquare(),
+    "greedy": GreedyGangs(),
+}
+
+
+def sentence(turns: Turns) -> str:
+    """Compare a cycle with one job after the other, in one line; within 3 % of each other seconds are equal."""
+    jobs, cycle, unaware = ", ".join(gang.name for gang in turns.gangs), turns.cycle_seconds, turns.unaware_seconds
+    if cycle > 0.97 * unaware:
+        return f"JigSaw gains nothing for {jobs}: a cycle takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
+    return f"JigSaw: an iteration of each of {jobs} takes {cycle:.3g} s, one job after the other {unaware:.3g} s"

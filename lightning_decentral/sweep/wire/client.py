@@ -1,12 +1,13 @@
 """Scheduler client of a sweep's member: asks the arbiter for a device, and waits until it is granted."""
 
 import json
+import math
 import os
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ class Admission:
     memory_bytes: int | None = None  # of its device; None: no limit
     threads: int | None = None  # processor threads for computing, on a CPU device
     watched: Watched | None = None  # the score that the member reports, and may be ended for; None: none
+    cores: Mapping[str, Sequence[int]] | None = None  # of each device (`Arbiter.cores`)
 
     def variable(self) -> dict[str, str]:
         """Environment variable that passes the admission to a process."""
@@ -60,7 +62,7 @@ class Seat:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(admission.socket)
         self._lines, self._orders = Lines(self._connection), deque[Instruction]()
-        self.held = False
+        self.held, self.device = False, None  # the device that a worker was granted, where workers ask one by one
         self._since = self._before_seconds = 0.0  # when the present grant began; seconds of earlier grants
         write(self._connection, {"say": "hello", "member": admission.member})
 
@@ -123,7 +125,9 @@ class Seat:
     def _next(self) -> Instruction:
         try:
             while not self._orders:
-                self._orders.extend(Instruction(message["order"]) for message in self._lines.arrived())
+                for message in self._lines.arrived():
+                    self._orders.append(Instruction(message["order"]))
+                    self.device = message.get("device")
         except EOFError:
             sys.exit("the sweep has ended")
         return self._orders.popleft()
@@ -135,6 +139,8 @@ def turn_of(message: Mapping[str, Any]) -> TurnReport:
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None) if key != "kept_bytes" else int)):
             raise ValueError(f"{key}={value!r:.40} is no number")
+    if not 0 <= (found.get("piece_seconds") or 0.0) < math.inf:
+        raise ValueError(f"piece_seconds={found['piece_seconds']!r:.40} is no duration")
     return replace(TurnReport(), **found)
 
 

@@ -1,0 +1,90 @@
+"""JigSaw for real (`hydra.launcher.policy=jigsaw`): jobs of several workers share devices, iteration by iteration.
+
+Every member trains by partial backprop with a worker on each device. `plan.gang_arbiter` decides who computes where,
+`pieces` asks it in each worker.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from statistics import mean
+
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_decentral.shared.compute import cuda
+from lightning_decentral.sweep.launcher import Carrier, Devices, Ended, slots
+from lightning_decentral.sweep.member import SweepMember
+from lightning_decentral.sweep.pieces import refusal
+from lightning_decentral.sweep.plan.gang_arbiter import GangArbiter
+from lightning_decentral.sweep.plan.policy import Scoreboard
+from lightning_decentral.sweep.server import Starts
+
+STRATEGY = "PartialBackpropStrategy"
+SEGMENTS, STEPS = 12, 24  # that a forecast looks at
+
+
+class JigSaw(Carrier):
+    """Carries out members that all train on all devices, each worker piece by piece."""
+
+    def __init__(self, devices: Devices, memory_bytes: int | None, policy: str, quantum_seconds: float) -> None:
+        if memory_bytes is not None:
+            raise ValueError(
+                f"hydra.launcher.memory_bytes={memory_bytes}: under {policy} all members alive stay on their devices: "
+                "leave it out, and lower hydra.launcher.alive_per_device"
+            )
+        self.devices, self.title = slots(devices, cuda.device_count()), "JigSaw, piece by piece"
+        self.width = len(self.devices)
+        if self.width < 2:
+            raise ValueError(f"hydra.launcher.policy={policy} needs 2 or more devices: set hydra.launcher.devices=2")
+
+    def refuse(self, members: Sequence[SweepMember]) -> None:
+        for member in members:
+            strategy = strategy_of(member.config)
+            if member.width != self.width or strategy not in (None, STRATEGY, "partial_backprop"):
+                raise ValueError(refusal(member.name, strategy or "its strategy", member.width, self.width))
+
+    def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
+        self.arbiter = gang_arbiter(self.devices, members)
+        return super().run(members, starts, alive_per_device, scores)
+
+
+def gang_arbiter(devices: Sequence[str], members: Sequence[SweepMember], together: bool = False) -> GangArbiter:
+    """Make the arbiter of these members; `together`: none runs before all have asked."""
+    given = {member.name: seconds for member in members if (seconds := forecast(member.config, len(devices)))}
+    names = [member.name for member in members] if together else ()
+    return GangArbiter(devices, given, names, cores_of(devices))
+
+
+def strategy_of(config: DictConfig) -> str | None:
+    """Name of the strategy, or of its class, if the configuration has one at `strategy` or `trainer.strategy`."""
+    for key in ("strategy._target_", "trainer.strategy"):
+        with suppress(OmegaConfBaseException):
+            if isinstance(found := OmegaConf.select(config, key), str):
+                return found.rpartition(".")[2]
+    return None
+
+
+def forecast(config: DictConfig, size: int) -> list[float]:
+    """Forecast the pieces of a job's workers, in forwards of an equal batch; empty without a key `strategy.depth`:
+
+    size share (1 + 2 depth)        share: of the global batch; depth: trained fraction of the network
+    """
+    with suppress(OmegaConfBaseException, HydraException):
+        if (node := OmegaConf.select(config, "strategy.depth")) is not None:
+            depth = instantiate(node)
+            trained = [mean(depth.after(rank, size, at, SEGMENTS) for at in range(STEPS)) for rank in range(size)]
+            return [size * depth.share(rank, size) * (1 + 2 * own / SEGMENTS) for rank, own in enumerate(trained)]
+    return []
+
+
+def cores_of(devices: Sequence[str]) -> dict[str, list[int]]:
+    """Divide this process's cores among the devices of the processor; empty where processes can't stay on cores."""
+    with suppress(AttributeError):  # on macOS
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // len(devices))
+        starts = {device: number * each % len(cores) for number, device in enumerate(devices) if "cpu" in device}
+        return {device: cores[start : start + each] for device, start in starts.items()}
+    return {}

@@ -1,0 +1,99 @@
+"""Jobs of two workers that share two devices piece by piece: each learns what it learns alone; who dies is alone."""
+
+import json
+import os
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from lightning_decentral import PartialBackpropStrategy
+from lightning_decentral.partial import Staircase
+from tests.tiny import QUIET, SizedBatches, in_processes
+
+CONFIG = {
+    "lr": 0.1,
+    "dies": "never",
+    "strategy": {"_target_": "lightning_decentral.PartialBackpropStrategy", "start_method": "fork", "cuts": 1},
+    "trainer": {"max_epochs": 2, "devices": 2},
+    "hydra": {"sweep": {"dir": "sweep", "subdir": "${hydra:job.num}"}, "job": {"name": "jigsaw"}},
+}
+ConfigStore.instance().store(name="jigsaw_application", node=CONFIG)
+LRS = (0.1, 0.01, 0.001)
+
+
+class Chain(LightningModule):
+    """Four equal blocks and a head; ends its worker 1 in the fifth step, if it is told to."""
+
+    def __init__(self, lr: float, dies: str) -> None:
+        super().__init__()
+        self.lr, self.dies = lr, dies
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.ReLU()) for _ in range(4)))
+        self.head = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 4 and self.global_rank == 1:
+            match self.dies:
+                case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "fails":
+                    raise ArithmeticError("no luck")
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True)  # within a piece the workers wait for each other
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def train(cfg: DictConfig) -> None:
+    fit(cfg, Path(HydraConfig.get().runtime.output_dir))
+
+
+def fit(cfg: DictConfig, folder: Path) -> None:
+    seed_everything(0)
+    module = Chain(cfg.lr, cfg.dies)
+    strategy = PartialBackpropStrategy(depth=Staircase(), cuts=1, start_method="fork")
+    Trainer(**{**QUIET, **cfg.trainer}, strategy=strategy).fit(module, SizedBatches(6), SizedBatches(2))
+    torch.save(module.state_dict(), folder / "weights.pt")
+
+
+def alone(folder: Path, lr: float) -> None:
+    fit(OmegaConf.create({**CONFIG, "lr": lr}), folder)
+
+
+def swept(folder: Path, *words: str) -> None:
+    os.chdir(folder)
+    sys.argv = ["application", "-m", "hydra/launcher=shard_parallel", "hydra.launcher.policy=jigsaw", *words]
+    hydra.main(version_base="1.3", config_path=None, config_name="jigsaw_application")(train)()
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_jobs_in_turn_learn_what_they_learn_alone(tmp_path: Path) -> None:
+    in_processes(swept, tmp_path, f"lr={','.join(map(str, LRS))}", "hydra.launcher.devices=2")
+    for number, lr in enumerate(LRS):
+        (tmp_path / str(lr)).mkdir()
+        in_processes(alone, tmp_path / str(lr), lr)
+        own, other = (torch.load(tmp_path / f / "weights.pt") for f in (f"sweep/{number}", str(lr)))
+        assert all(torch.equal(own[name], other[name]) for name in other), lr
+    events = json.loads((tmp_path / "sweep" / "trace.json").read_text())["traceEvents"]
+    for row in ("cpu:0", "cpu:1"):
+        turns = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == row)
+        assert len(turns) >= 3 * 12
+        assert all(a[1] <= b[0] for a, b in pairwise(turns))
