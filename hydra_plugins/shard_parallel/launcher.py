@@ -30,7 +30,7 @@ CARRIERS = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1},
     "spase": {
-        "candidates": ["one_device", "ddp", "token_pipeline"],
+        "candidates": None,
         "numbers": None,
         "table": None,
         "trial_steps": 10,
@@ -60,8 +60,8 @@ _STORE.store(group="hydra/launcher", name="shard_parallel", node=ShardParallelCo
 for _name, _class in POLICIES.items():
     _node = {"_target_": f"lightning_decentral.sweep.plan.policy.{_class}", **ARGUMENTS.get(_name, {})}
     _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
-for _name, _class in CARRIERS.items():
-    _node = {"_target_": _class, "_partial_": True, **ARGUMENTS.get(_name, {})}
+for _name in CARRIERS.keys() & ARGUMENTS:
+    _node = {"_target_": CARRIERS[_name], "_partial_": True, **ARGUMENTS[_name]}
     _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
 
 

@@ -38,6 +38,7 @@ CANDIDATES: Mapping[str, Sequence[str]] = {
     "compressed": ("strategy=compressed", *SHARED),
     "token_pipeline": ("strategy=token_pipeline", "trainer.devices={devices}"),
 }
+USUAL = ("one_device", "ddp", "token_pipeline")  # exact ones, the fastest where they fit
 UNLOGGED = {"WANDB_MODE": "disabled"}
 
 
@@ -106,7 +107,7 @@ class SpaseCarrier(Carrier):
     """Carries members out as SPASE plans it: each has its devices to itself, from its start to its end.
 
     Args:
-        candidates: names of `CANDIDATES`, or {name: overrides}; one without {devices} is for one device.
+        candidates: names of `CANDIDATES`, or {name: overrides}; one without {devices} is for one device. None: `USUAL`.
         numbers: of devices, to be tried; None: 1, 2, 4, ... and all.
         table: jobs file with members' tables, by their numbers; the others are tried.
         trial_steps: measured steps of a trial, after the first ones.
@@ -124,7 +125,7 @@ class SpaseCarrier(Carrier):
         policy: object,
         quantum_seconds: float,
         *,
-        candidates: Sequence[str] | Mapping[str, Sequence[str]] = ("one_device", "ddp", "token_pipeline"),
+        candidates: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
         numbers: Sequence[int] | None = None,
         table: str | Path | None = None,
         trial_steps: int = 10,
@@ -140,11 +141,12 @@ class SpaseCarrier(Carrier):
             raise ValueError(f"policy.numbers={list(self._numbers)}: use numbers of devices from 1 to {count}")
         if trial_steps < 1 or not min(trial_limit_seconds, interval_seconds, quantum_seconds) > 0:
             raise ValueError("trial_steps, trial_limit_seconds, interval_seconds, quantum_seconds must be above 0")
-        given = candidates if isinstance(candidates, Mapping) else dict.fromkeys(candidates)
-        self._candidates = {name: words or CANDIDATES.get(name, ["?"]) for name, words in given.items()}
-        if wrong := [name for name in self._candidates or ["?"] if self._candidates.get(name, ["?"]) == ["?"]]:
+        names = USUAL if candidates is None else candidates
+        given = candidates if isinstance(candidates, Mapping) else {name: CANDIDATES.get(name, "") for name in names}
+        if wrong := [name for name, words in given.items() if isinstance(words, str)] or ["none"] * (not given):
             known = ", ".join(CANDIDATES)
             raise ValueError(f"policy.candidates: use some of {known}, or {{name: [overrides]}}, got {wrong[0]}")
+        self._candidates = {name: tuple(words) for name, words in given.items()}
         self._known = {} if table is None else {one.name: one for one in read_tables(table, trained=True)}
         self._trial_steps, self._limit_seconds = trial_steps, trial_limit_seconds
         self._interval_seconds, self._quantum_seconds = interval_seconds, quantum_seconds
@@ -196,10 +198,13 @@ class SpaseCarrier(Carrier):
         found = self._tried(cases, folder / "trials", starts)
         tables, outcomes = dict[str, Table](), dict[str, JobReturn]()
         for name, member in ((member.name, member) for member in members):
-            rows = found.best.get(name, {})
-            if rows or name in self._known:
-                tried = Table(name, {k: s for k, (s, _) in rows.items()}, {k: way for k, (_, way) in rows.items()})
-                tables[name] = self._known.get(name) or tried
+            rows = found.best.get(name)
+            if name in self._known:
+                tables[name] = self._known[name]
+            elif rows:
+                tables[name] = Table(
+                    name, {k: s for k, (s, _) in rows.items()}, {k: way for k, (_, way) in rows.items()}
+                )
             else:
                 error = MemberFailed("ValueError", f"no candidate runs it: {'; '.join(found.reasons[name])}")
                 outcomes[name] = returned(member, JobStatus.FAILED, error)
