@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_decentral.sweep.plan.jobs_file import read_tables
 from lightning_decentral.sweep.spase import SpaseCarrier
@@ -50,9 +51,16 @@ EXAMPLES, LRS = 128, (0.1, 0.05, 0.02)
 class Line(LightningModule):
     """A line with the mean of its batch's losses; its first worker writes down what it trained."""
 
-    def __init__(self, lr: float, folder: Path) -> None:
+    def __init__(self, lr: float, batch_size: int, folder: Path) -> None:
         super().__init__()
-        self.lr, self.folder, self.line, self.sizes = lr, folder, nn.Linear(4, 1), list[int]()
+        self.lr, self.batch_size, self.folder = lr, batch_size, folder
+        self.line, self.sizes, self.examples = nn.Linear(4, 1), list[int](), torch.randn(EXAMPLES, 4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """In order: the workers' k-th batches are together what one worker's is."""
+        examples: Any = TensorDataset(self.examples)
+        sampler = DistributedSampler(examples, self.trainer.world_size, self.global_rank, shuffle=False)
+        return DataLoader(examples, self.batch_size, sampler=sampler)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.sizes.append(len(batch[0]))
@@ -76,9 +84,7 @@ def train(cfg: DictConfig) -> float:
 
 def fit(cfg: DictConfig, folder: Path) -> float:
     seed_everything(0)
-    module, examples = Line(cfg.lr, folder), torch.randn(EXAMPLES, 4)
-    trainer = Trainer(**{**QUIET, **cfg.trainer}, strategy=cfg.strategy)
-    trainer.fit(module, DataLoader(TensorDataset(examples), batch_size=cfg.data.batch_size))
+    Trainer(**{**QUIET, **cfg.trainer}, strategy=cfg.strategy).fit(Line(cfg.lr, cfg.data.batch_size, folder))
     return cfg.lr
 
 
@@ -126,8 +132,9 @@ def test_three_trainings_as_planned_learn_what_they_learn_alone(tmp_path: Path) 
             torch.testing.assert_close(own["weights"][name], weight, rtol=1e-4, atol=1e-6)
     assert re.search(r"6 s planned, [\d.]+ s in fact; the plan changed 0 times", printed)
     events = json.loads((tmp_path / "sweep" / "trace.json").read_text())["traceEvents"]
-    turns = sorted((event["ts"], event["ts"] + event["dur"], event["name"][0]) for event in events)
-    assert [name for _, _, name in turns] in (list("00122"), list("00221"))
+    turns = sorted((event["tid"], event["ts"], event["ts"] + event["dur"], event["name"][0]) for event in events)
+    assert sorted(name for *_, name in turns) == list("00122")
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(turns)), "two at a time on a device"
     assert (tmp_path / "sweep" / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
 
