@@ -1,19 +1,18 @@
 """`lightning-decentral schedule jobs.yaml --policy lrtf --devices 2`: how long many jobs take on few devices."""
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_decentral.cli import gang_schedule
 from lightning_decentral.cli.console import answer, refuse_below, say, whole
+from lightning_decentral.cli.gang_schedule import chosen
 from lightning_decentral.shared.plan import units
-from lightning_decentral.shared.plan.profile import read
 from lightning_decentral.shared.plan.timeline import chrome_trace
 from lightning_decentral.sweep import gantt
 from lightning_decentral.sweep.plan.dispatch import Processor, Queue
@@ -29,13 +28,8 @@ from lightning_decentral.sweep.plan.simulation import (
     mean_completion_seconds,
     simulate,
 )
-from lightning_decentral.sweep.plan.traces import LAYOUTS, PIECES, queues, read_trace
+from lightning_decentral.sweep.plan.traces import LAYOUTS, PIECES, queues
 from lightning_decentral.sweep.trainings import MEASURED, Trainings
-
-Choice = TypeVar("Choice")
-
-SHOWN_JOBS = 30
-AIM = 0.1  # of the simulated makespan
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +102,9 @@ def run(options: argparse.Namespace) -> None:
     if options.rehearse:
         console.print(f"running for about {makespan_seconds(jobs, found['simulated']):.3g} s ...")
         found["real"] = trainings.rehearse(jobs, there, policies[names[0]])
-        say(console, ends_table(jobs, found))
-        remarks = [*remarks, verdict(jobs, found, trainings.measure)]
+        say(console, gang_schedule.ends_table(*map(finish_seconds, found.values())))
+        simulated, real = (makespan_seconds(jobs, spans) for spans in found.values())
+        remarks = [*remarks, gang_schedule.verdict(simulated, real, trainings.measure)]
     ends = {title: finish_seconds(spans) for title, spans in found.items()}
     bars = {title: [gantt.Bar(ran.job, at, ran.load) for ran, at in spans.items()] for title, spans in found.items()}
     panels = {f"{names[0]}, {title}": drawn for title, drawn in bars.items()}
@@ -137,29 +132,18 @@ class ScheduleAnswer:
     remarks: list[str]
 
 
-def chosen(kind: str, name: str, known: Mapping[str, Choice], alone: Iterable[str] = ()) -> Choice:
-    """Look up a choice by its name. `alone`: further names for the message. ValueError: an unknown one, with the known
-    ones."""
-    if name not in known:
-        raise ValueError(f"there is no {kind} {name!r}: use one of {', '.join([*known, *alone])}")
-    return known[name]
-
-
 def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     """Read the jobs of the file or the trace, with remarks."""
     if (options.jobs is None) == (options.trace is None):
         raise ValueError("give either a file of jobs or --trace: lightning-decentral schedule jobs.yaml --policy lrtf")
     if options.trace is None:
         return read_jobs(options.jobs), []
-    layout = chosen("layout", options.layout, LAYOUTS)
-    lines = read_trace(options.trace, layout)[: options.first]
+    lines, profiles = gang_schedule.trace_of(options)
     several = sum(line.devices > 1 for line in lines)
-    remarks = ["seconds per iteration are synthesised from the profiles: the trace has arrivals and iterations only"]
+    remarks = [gang_schedule.SYNTHESISED]
     if several:
         work = f"{several} of {len(lines)} jobs asked for several devices: they count as so many times the work on one"
         remarks.append(work)
-    # {model: profile} of MODEL=FILE; "" is that of all others.
-    profiles = {model: read(path) for model, _, path in (one.rpartition("=") for one in options.profile)}
     found = queues(lines, profiles, options.pieces, options.seed)
     return Jobs(tuple(found)), remarks
 
@@ -179,34 +163,9 @@ def jobs_table(jobs: Sequence[Queue], spans: Spans) -> Table:
     """Table of when each job arrived and ended under the first policy."""
     finish = finish_seconds(spans)
     table = Table("job", "pieces", "arrival s", "end s", "completion s")
-    for job in jobs[:SHOWN_JOBS]:
+    for job in jobs[: gang_schedule.SHOWN_JOBS]:
         end, arrival = finish[job.name], job.arrival_seconds
         table.add_row(job.name, str(len(job.pieces)), f"{arrival:.4g}", f"{end:.4g}", f"{end - arrival:.4g}")
-    if len(jobs) > SHOWN_JOBS:
-        table.add_row(f"... {len(jobs) - SHOWN_JOBS} more")
+    if len(jobs) > gang_schedule.SHOWN_JOBS:
+        table.add_row(f"... {len(jobs) - gang_schedule.SHOWN_JOBS} more")
     return table
-
-
-def ends_table(jobs: Sequence[Queue], found: Mapping[str, Spans]) -> Table:
-    """Table of when each job ended, simulated and for real."""
-    simulated, real = (finish_seconds(found[name]) for name in ("simulated", "real"))
-    table = Table("job", "simulated end s", "real end s", "off")
-    for job in jobs[:SHOWN_JOBS]:
-        a, b = simulated[job.name], real[job.name]
-        table.add_row(job.name, f"{a:.4g}", f"{b:.4g}", f"{100 * off(a, b):+.1f} %")
-    return table
-
-
-def off(simulated: float, real: float) -> float:
-    """Relative error of a simulation: (real - simulated) / simulated."""
-    return (real - simulated) / simulated if simulated else 0.0
-
-
-def verdict(jobs: Sequence[Queue], found: Mapping[str, Spans], counted: str) -> str:
-    """Sentence comparing the simulated with the real makespan."""
-    simulated, real = (makespan_seconds(jobs, found[name]) for name in ("simulated", "real"))
-    held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
-    return (
-        f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "
-        f"({100 * off(simulated, real):+.1f} %, {held} {100 * AIM:.0f} %): {counted}"
-    )

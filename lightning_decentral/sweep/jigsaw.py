@@ -29,33 +29,33 @@ SEGMENTS, STEPS = 12, 24  # that a forecast looks at
 class JigSaw(Carrier):
     """Carries out members that all train on all devices, each worker piece by piece."""
 
-    def __init__(self, devices: Devices, memory_bytes: int | None, policy: str, quantum_seconds: float) -> None:
+    def __init__(self, devices: Devices, memory_bytes: int | None, policy: object, quantum_seconds: float) -> None:
         if memory_bytes is not None:
             raise ValueError(
-                f"hydra.launcher.memory_bytes={memory_bytes}: under {policy} all members alive stay on their devices: "
+                f"hydra.launcher.memory_bytes={memory_bytes}: under jigsaw all members alive stay on their devices: "
                 "leave it out, and lower hydra.launcher.alive_per_device"
             )
         self.devices, self.title = slots(devices, cuda.device_count()), "JigSaw, piece by piece"
         self.width = len(self.devices)
         if self.width < 2:
-            raise ValueError(f"hydra.launcher.policy={policy} needs 2 or more devices: set hydra.launcher.devices=2")
+            raise ValueError("hydra.launcher.policy=jigsaw needs 2 or more devices: set hydra.launcher.devices=2")
 
     def refuse(self, members: Sequence[SweepMember]) -> None:
-        for member in members:
-            strategy = strategy_of(member.config)
-            if member.width != self.width or strategy not in (None, STRATEGY, "partial_backprop"):
-                raise ValueError(refusal(member.name, strategy or "its strategy", member.width, self.width))
+        refuse(members, self.width)
 
     def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
-        self.arbiter = gang_arbiter(self.devices, members)
+        forecasts = {member.name: forecast(member.config, self.width) for member in members}
+        given = {name: seconds for name, seconds in forecasts.items() if seconds}
+        self.arbiter = GangArbiter(self.devices, given, cores=cores_of(self.devices))
         return super().run(members, starts, alive_per_device, scores)
 
 
-def gang_arbiter(devices: Sequence[str], members: Sequence[SweepMember], together: bool = False) -> GangArbiter:
-    """Make the arbiter of these members; `together`: none runs before all have asked."""
-    given = {member.name: seconds for member in members if (seconds := forecast(member.config, len(devices)))}
-    names = [member.name for member in members] if together else ()
-    return GangArbiter(devices, given, names, cores_of(devices))
+def refuse(members: Sequence[SweepMember], size: int) -> None:
+    """Raise ValueError for a member that has not a worker of partial backprop on each device, as far as is known."""
+    for member in members:
+        strategy = strategy_of(member.config)
+        if member.width != size or strategy not in (None, STRATEGY, "partial_backprop"):
+            raise ValueError(refusal(member.name, strategy or "its strategy", member.width, size))
 
 
 def strategy_of(config: DictConfig) -> str | None:

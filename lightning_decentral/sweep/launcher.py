@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+from rich.table import Table
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import Span, chrome_trace, later, read_chrome_trace, write_chrome_trace
@@ -45,6 +46,7 @@ class Carrier:
     """
 
     planned: Mapping[str, Span] = MappingProxyType({})  # as the spans of `run`, where a plan has them
+    shown: Table | None = None  # what was planned beside what happened
     width = 1  # devices that each member has at a time, as a rule: so many fewer are alive at once
 
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
@@ -119,6 +121,8 @@ class Launch:
         outcomes, ran = carrier.run(left, starts, self._alive_per_device, self._scores)
         self._outcomes |= outcomes
         self._planned |= later(carrier.planned, -self._began)
+        if carrier.shown is not None:
+            table.LiveTable().console.print(carrier.shown)
         spans = later(ran, -self._began)
         # A resumed member has spans of its earlier run.
         numbered = enumerate(spans.items(), start=len(self._spans))

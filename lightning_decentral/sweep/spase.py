@@ -177,7 +177,7 @@ class SpaseCarrier(Carrier):
         spans = arbiter.plan.spans().items()
         first = {f"{name}/{g}": Span(self.devices[g], span.start, span.finish) for (name, g), span in spans}
         self.planned = later(first, sweep.began)
-        watcher.console.print(happened(arbiter, tables))
+        self.shown = happened(arbiter, tables)
         return outcomes, later(arbiter.spans(), sweep.began)
 
     def _case(self, member: SweepMember, candidate: str, devices: int) -> Case:

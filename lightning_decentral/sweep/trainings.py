@@ -4,7 +4,7 @@ Only training steps are timed, as in a simulation: evaluation is off, and proces
 clock starts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,21 +16,27 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
 
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
+from lightning_decentral.shared.plan.timeline import Span, later
 from lightning_decentral.sweep import progress as table
+from lightning_decentral.sweep.jigsaw import cores_of, refuse
 from lightning_decentral.sweep.launcher import refuse_without_gate, slots, starts_on
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, width_of
 from lightning_decentral.sweep.plan.arbiter import Arbiter
 from lightning_decentral.sweep.plan.dispatch import Processor, Queue, WorkPiece
+from lightning_decentral.sweep.plan.gang_arbiter import GangArbiter
+from lightning_decentral.sweep.plan.gangs import Gang, Turns
 from lightning_decentral.sweep.plan.jobs_file import Training
-from lightning_decentral.sweep.plan.policy import Policy, RoundRobin
-from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled
+from lightning_decentral.sweep.plan.policy import Policy, RoundRobin, Scoreboard
+from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, refuse_early
 from lightning_decentral.sweep.plan.simulation import Spans
 from lightning_decentral.sweep.server import Sweep
+from lightning_decentral.sweep.spase import SpaseCarrier
 
 # Exactly this many steps: an end of the epochs before would end the training.
 STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
@@ -124,12 +130,69 @@ class Trainings:
                 config.hydra.mode = "MULTIRUN"
                 config.hydra.job.id, config.hydra.job.num = str(number), number
                 config.hydra.sweep.dir, config.hydra.sweep.subdir = str(folder.absolute()), training.name
-            if (width := width_of(config)) > 1:
-                raise ValueError(
-                    f"job {training.name} trains on {width} devices, but a piece runs on one: use trainer.devices=1"
-                )
-            members.append(SweepMember(training.name, training.overrides, config, folder.absolute() / training.name))
+            there, width = folder.absolute() / training.name, width_of(config)
+            members.append(SweepMember(training.name, training.overrides, config, there, width))
+        self._refuse(members)
         return members
+
+    def _refuse(self, members: Sequence[SweepMember]) -> None:
+        for member in members:
+            if (width := member.width) > 1:
+                raise ValueError(
+                    f"job {member.name} trains on {width} devices, but a piece runs on one: use trainer.devices=1"
+                )
+
+
+class GangTrainings(Trainings):
+    """Trainings that JigSaw carries out: each has a worker on every device."""
+
+    measure = "JigSaw's gangs, from the moment at which all waited for their first piece, without evaluation"
+
+    def gangs(self) -> list[Gang]:
+        """Measure some steps of all trainings together: the seconds of their pieces. ValueError: as `queues`."""
+        arbiter = self._arbiter({})
+        overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
+        self._through(self._trainings, arbiter, self._folder / "measured", overrides)
+        # Batches that are accumulated are several pieces a step.
+        pieces = {t.name: t.steps * max(1, round(arbiter.pieces(t.name) / self._steps)) for t in self._trainings}
+        return [Gang(t.name, arbiter.measured[t.name], pieces[t.name]) for t in self._trainings]
+
+    def carry_out(self, turns: Turns) -> Spans:
+        """Run the trainings as planned, and return the spans of their pieces. ValueError: as `rehearse`."""
+        arbiter = self._arbiter({gang.name: gang.seconds for gang in turns.gangs})
+        by_turn = {training.name: training for training in self._trainings}
+        self._through([by_turn[turns.gangs[j].name] for j in turns.order], arbiter, self._folder, [])
+        for gang in turns.gangs:
+            refuse_early(gang.name, arbiter.pieces(gang.name) / gang.iterations)
+        return arbiter.ran()
+
+    def _arbiter(self, given: Mapping[str, Sequence[float]]) -> GangArbiter:
+        devices = self._slots()
+        return GangArbiter(devices, given, [t.name for t in self._trainings], cores_of(devices))
+
+    def _refuse(self, members: Sequence[SweepMember]) -> None:
+        refuse(members, self._devices)
+
+
+class AllocatedTrainings(Trainings):
+    """Trainings that SPASE carries out: each on the devices that the plan gives it, from its start to its end."""
+
+    measure = "whole trainings, with their start, without evaluation"
+
+    def carry_out(self, tables: str | Path) -> tuple[Table, dict[str, Span], dict[str, Span]]:
+        """Try the trainings without a table in this jobs file, and run all as planned; return a table, and spans as
+        planned and as they were. ValueError: as `rehearse`."""
+        carrier = SpaseCarrier(self._slots(), None, "spase", 0.25, table=tables, trial_steps=self._steps)
+        refuse_without_gate()
+        with self._composing() as context:
+            members = self._members(self._trainings, self._folder, [])
+            starts = starts_on(carrier.devices, context, self._application.train)
+            outcomes, ran = carrier.run(members, starts, 1, Scoreboard())
+        for member in members:
+            _refuse_failed(member, outcomes[member.name])
+        assert carrier.shown is not None  # as no member failed
+        began = min(span.start for span in carrier.planned.values())
+        return carrier.shown, later(carrier.planned, -began), later(ran, -began)
 
 
 class _Strict(table.LiveTable):
@@ -137,6 +200,10 @@ class _Strict(table.LiveTable):
 
     def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         super().ended(member, outcome)
-        if outcome.status is JobStatus.FAILED:
-            why = one_line(MemberFailed.of(outcome._return_value))
-            raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")
+        _refuse_failed(member, outcome)
+
+
+def _refuse_failed(member: SweepMember, outcome: JobReturn) -> None:
+    if outcome.status is JobStatus.FAILED:
+        why = one_line(MemberFailed.of(outcome._return_value))
+        raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")

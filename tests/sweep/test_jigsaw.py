@@ -69,7 +69,8 @@ def train(cfg: DictConfig) -> None:
 def fit(cfg: DictConfig, folder: Path) -> None:
     seed_everything(0)
     module = Chain(cfg.lr, cfg.dies)
-    strategy = PartialBackpropStrategy(depth=Staircase(), cuts=1, start_method="fork")
+    partial = PartialBackpropStrategy(depth=Staircase(), cuts=1, start_method="fork")
+    strategy = "ddp_fork" if cfg.dies == "ddp" else partial
     Trainer(**{**QUIET, **cfg.trainer}, strategy=strategy).fit(module, SizedBatches(6), SizedBatches(2))
     torch.save(module.state_dict(), folder / "weights.pt")
 
@@ -97,3 +98,36 @@ def test_jobs_in_turn_learn_what_they_learn_alone(tmp_path: Path) -> None:
         turns = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == row)
         assert len(turns) >= 3 * 12
         assert all(a[1] <= b[0] for a, b in pairwise(turns))
+
+
+@pytest.mark.parametrize("dies", ["killed", "fails"])
+@pytest.mark.usefixtures("entry_points")
+def test_a_job_that_loses_a_worker_fails_alone(dies: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no luck|SIGKILL"):
+        in_processes(swept, tmp_path, f"dies=never,{dies},never", "hydra.launcher.devices=2")
+    outcomes = [json.loads((tmp_path / f"sweep/{n}/member.json").read_text())["status"] for n in range(3)]
+    assert outcomes == ["COMPLETED", "FAILED", "COMPLETED"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.devices=2,1"], r"member 1 trains by PartialBackpropStrategy on 1 device, but under jigsaw each job"),
+        (["lr=0.1", "strategy._target_=lightning_decentral.GossipStrategy"], "member 0 trains by GossipStrategy on 2"),
+        (["lr=0.1", "hydra.launcher.devices=1"], "policy=jigsaw needs 2 or more devices"),
+        (["lr=0.1", "hydra.launcher.memory_bytes=1000"], "memory_bytes=1000: under jigsaw all members alive stay"),
+    ],
+)
+@pytest.mark.usefixtures("entry_points")
+def test_what_jigsaw_cannot_carry_out_is_refused_before_training(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        in_processes(swept, tmp_path, "hydra.launcher.devices=2", *words)
+    assert not (tmp_path / "sweep" / "0").exists()
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_a_member_whose_configuration_hides_its_strategy_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="member 0 trains by DDPStrategy on 2 devices, but under jigsaw each job"):
+        in_processes(swept, tmp_path, "dies=ddp", "hydra.launcher.devices=2")

@@ -17,6 +17,7 @@ from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, MemberAccount, Orders, Phase, TurnReport
 from lightning_decentral.sweep.plan.gangs import PAIRINGS, Gang, Turns, on_emptiest, sentence
 from lightning_decentral.sweep.plan.policy import FIFO
+from lightning_decentral.sweep.plan.simulation import Ran, Spans
 
 PATIENCE_SECONDS = 10.0  # or three pieces, if those are longer
 LEAST, WINDOW = 3, 8  # pieces of a worker: before its job is placed; the latest ones, whose median counts
@@ -64,7 +65,7 @@ class GangArbiter(Arbiter):
         cores: Mapping[str, Sequence[int]] = {},
     ) -> None:
         super().__init__(FIFO(), devices)
-        self.cores, self.opened = cores, math.inf
+        self.cores, self.opened, self.measured = cores, math.inf, dict[str, tuple[float, ...]]()
         self._given, self._absent, self._crews = given, set(together), dict[str, Crew]()
         self._queue: list[tuple[str, int, int]] = []  # (job, worker, device) of pieces whose gang is complete
         self._running: dict[int, tuple[str, int, float]] = {}  # {device: (job, worker, since when)}
@@ -116,7 +117,9 @@ class GangArbiter(Arbiter):
         self.left(name)
 
     def leave(self, name: str, now: float) -> None:
-        self._free(name, range(len(self._crews.pop(name).places)), now)
+        crew = self._crews.pop(name)
+        self.measured[name] = crew.seconds()
+        self._free(name, range(len(crew.places)), now)
         self._queue = [piece for piece in self._queue if piece[0] != name]
         self._absent.discard(name)
         self._stale = True
@@ -137,6 +140,19 @@ class GangArbiter(Arbiter):
 
     def seats(self, name: str) -> list[str]:
         return [f"{name}/{rank}" for rank in range(self.members[name].width)]
+
+    def pieces(self, name: str) -> float:
+        """Number of pieces that each worker of an ended job has computed."""
+        return len(self.ended[name].spans) / self.ended[name].width
+
+    def ran(self) -> Spans:
+        """Spans of all pieces of ended jobs on `device 0`, `device 1` and so on, in seconds since the clock started."""
+        row = {device: f"device {number}" for number, device in enumerate(self.devices)}
+        return {
+            Ran(job, number): Span(row[span.worker], span.start - self.opened, span.finish - self.opened)
+            for job, member in self.ended.items()
+            for number, span in enumerate(member.spans)
+        }
 
     def place(self, name: str) -> str | None:
         job, rank, _ = self._worker(name)
@@ -161,7 +177,9 @@ class GangArbiter(Arbiter):
         """Run queued pieces on free devices, in the queue's order."""
         if self._absent:
             return
-        self.opened = min(self.opened, now)
+        if self.opened == math.inf:  # now all are there: in the order in which they have joined
+            self.opened, order = now, list(self.members)
+            self._queue.sort(key=lambda piece: order.index(piece[0]))
         for piece in list(self._queue):
             job, rank, device = piece
             if device not in self._running:

@@ -14,10 +14,10 @@ Source: JigSaw, in the sense of Kumar et al. 2111.10672; the formulas are derive
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from math import factorial, isfinite
+from math import ceil, factorial, isfinite
 
 from lightning_decentral.shared.plan.timeline import Span, Task, run
 from lightning_decentral.sweep.plan.milp import MILP, NoSolution
@@ -242,3 +242,27 @@ def sentence(turns: Turns) -> str:
     if cycle > 0.97 * unaware:
         return f"JigSaw gains nothing for {jobs}: a cycle takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
     return f"JigSaw: an iteration of each of {jobs} takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
+
+
+def stays(jobs: Sequence[tuple[Gang, float]], seconds: Callable[[Sequence[Gang]], float]) -> dict[str, Span]:
+    """Return each job's stay, from its arrival to its last iteration; arrivals in seconds.
+
+    A cycle takes `seconds(jobs that are there)`; places are chosen anew at the cycle after a job comes or ends.
+    """
+    waiting, left, now = sorted(jobs, key=lambda job: job[1]), dict[Gang, int](), 0.0
+    found: dict[str, Span] = {}
+    while waiting or left:
+        now = now if left else max(now, waiting[0][1])
+        while waiting and waiting[0][1] <= now:
+            gang, arrival = waiting.pop(0)
+            left[gang], found[gang.name] = gang.iterations, Span(gang.name, arrival, arrival)
+        cycle = seconds(list(left))
+        cycles = min(left.values())
+        if waiting and cycle:
+            cycles = min(cycles, ceil((waiting[0][1] - now) / cycle))
+        now += cycles * cycle
+        left = {gang: rest - cycles for gang, rest in left.items()}
+        for gang in [gang for gang, rest in left.items() if not rest]:
+            del left[gang]
+            found[gang.name] = replace(found[gang.name], finish=now)
+    return found

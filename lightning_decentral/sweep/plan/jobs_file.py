@@ -107,6 +107,11 @@ def _entries(path: str | Path) -> list[tuple[Mapping[str, Any], str]]:
     return [(job, f"{path}, job {number}") for number, job in enumerate(jobs, start=1)]
 
 
+def are_trainings(path: str | Path) -> bool:
+    """Return whether a jobs file has trainings; ValueError: as `read_jobs`."""
+    return any("overrides" in job for job, _ in _entries(path))
+
+
 def read_gangs(path: str | Path) -> list[Gang]:
     """Read a jobs file for JigSaw: an iteration has a piece for each device. ValueError: as `read_jobs`, and for a job
     with neither a list of `seconds` nor depths.

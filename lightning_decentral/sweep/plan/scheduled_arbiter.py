@@ -72,7 +72,7 @@ class Scheduled(Arbiter):
         member ended before its last piece.
         """
         for name, member in self.ended.items():
-            _refuse_early(name, member.turn.progress or 0.0)
+            refuse_early(name, member.turn.progress or 0.0)
         row = dict(zip(self.devices, (device.name for device in rows), strict=True))
         return {
             Ran(name, number): Span(row[span.worker], span.start - self.opened, span.finish - self.opened)
@@ -89,7 +89,7 @@ class Scheduled(Arbiter):
         than required, or several in a batch.
         """
         until, steps = self._until.get(name, {}), len(self._queues[name].pieces)
-        _refuse_early(name, max(until, default=0) / steps)
+        refuse_early(name, max(until, default=0) / steps)
         if len(until) <= steps:
             raise ValueError(f"job {name} makes several steps in a batch, as with two optimizers: leave it out")
         stamps = [until[step] for step in sorted(until)]
@@ -98,6 +98,7 @@ class Scheduled(Arbiter):
         return [*alone, *[sum(others) / len(others)] * (number - len(alone))]
 
 
-def _refuse_early(name: str, progress: float) -> None:
+def refuse_early(name: str, progress: float) -> None:
+    """ValueError for a job that ended before its last step."""
     if progress < 1:
         raise ValueError(f"job {name} ended after {progress:.0%} of its steps: leave out what stops it early")

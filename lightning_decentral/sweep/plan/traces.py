@@ -4,7 +4,7 @@
 
 A trace has no seconds of single iterations that would hold elsewhere; they are synthesised from measured profiles, with
 the profile's own variation between steps. A job that asked for several devices becomes that many times the work on one
-device at a time; under SPASE its work is divided evenly among 1, 2, 4, ... devices, up to as many as it asked for.
+device at a time; or for JigSaw a gang; or under SPASE it is divided evenly among up to as many as it asked for.
 
 Layouts: Tiresias (github.com/SymbioticLab/Tiresias, simulator/60_job.csv: comma-separated, with a header), Gavel
 (github.com/stanford-futuredata/gavel, scheduler/traces: tab-separated, without one).
@@ -12,7 +12,7 @@ Layouts: Tiresias (github.com/SymbioticLab/Tiresias, simulator/60_job.csv: comma
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from random import Random
@@ -20,6 +20,7 @@ from random import Random
 from lightning_decentral.shared.plan.arguments import text_of
 from lightning_decentral.shared.plan.profile import Profile
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
+from lightning_decentral.sweep.plan.gangs import Gang, staircase
 from lightning_decentral.sweep.plan.spase import Table
 
 PIECES = 20
@@ -114,6 +115,31 @@ def _submitted(number: int, fields: Mapping[str, str]) -> Submitted:
     return Submitted(fields["name"], fields["model"], arrival_seconds=arrival, **counts)
 
 
+def profile_of(job: Submitted, profiles: Mapping[str, Profile]) -> Profile:
+    """Return the profile of the job's model; ValueError: there is none."""
+    profile = profiles.get(job.model) or profiles.get("")
+    if profile is None:
+        remedy = f"give --profile '{job.model}=FILE', or --profile FILE for all models"
+        raise ValueError(f"no profile for {job.model!r}: {remedy}")
+    return profile
+
+
+def gangs(jobs: Sequence[Submitted], profiles: Mapping[str, Profile], size: int) -> list[tuple[Gang, float]]:
+    """Return each job as a gang on `size` devices, with its arrival: a staircase's workers, elsewhere pieces of 0 s.
+    ValueError: a job of more workers than devices, or a model without a profile.
+    """
+    found = []
+    for job in jobs:
+        if job.devices > size:
+            raise ValueError(f"job {job.name} asked for {job.devices} devices: give --devices {job.devices} or more")
+        blocks = profile_of(job, profiles).model.step_blocks
+        forward = sum(block.forward_seconds for block in blocks)
+        backward = sum(block.backward_seconds + block.update_seconds for block in blocks)
+        own = staircase(f"{job.name} {job.model}", forward, backward, job.devices, job.iterations)
+        found.append((replace(own, seconds=own.seconds + (0.0,) * (size - job.devices)), job.arrival_seconds))
+    return found
+
+
 def queues(
     jobs: Sequence[Submitted], profiles: Mapping[str, Profile], pieces: int = PIECES, seed: int = 0
 ) -> list[Queue]:
@@ -123,10 +149,7 @@ def queues(
         raise ValueError(f"pieces must be at least 1, got {pieces}")
     random, found = Random(seed), []
     for job in jobs:
-        profile = profiles.get(job.model) or profiles.get("")
-        if profile is None:
-            remedy = f"give --profile '{job.model}=FILE', or --profile FILE for all models"
-            raise ValueError(f"no profile for {job.model!r}: {remedy}")
+        profile = profile_of(job, profiles)
         step, count = job.devices * profile.model.seconds, min(pieces, job.iterations)
         made = []
         for i in range(count):
