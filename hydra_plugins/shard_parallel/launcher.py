@@ -31,7 +31,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1},
     "spase": {
         "candidates": None,
-        "numbers": None,
         "table": None,
         "trial_steps": 10,
         "trial_limit_seconds": 300.0,

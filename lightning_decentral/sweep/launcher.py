@@ -1,5 +1,6 @@
 """Hydra launcher `shard_parallel`: turns Hydra's overrides into members, runs them as a sweep, and reports the end."""
 
+import json
 import logging
 import os
 import threading
@@ -153,8 +154,8 @@ class Launch:
                 with open_dict(member.config):
                     member.config[self._checkpoint] = str(last)
                     # A carrier may compose it again: this list counts before the member's own.
-                    quoted = str(last).replace("\\", "\\\\").replace("'", "\\'")
-                    member.config.hydra.overrides.hydra.append(f"{self._checkpoint}='{quoted}'")
+                    quoted = json.dumps(str(last), ensure_ascii=False)
+                    member.config.hydra.overrides.hydra.append(f"{self._checkpoint}={quoted}")
                 state = f"from {last}"
             log.info(f"\t{member.title} : {state}")
         return done

@@ -6,7 +6,7 @@ A candidate (parallelism) is a list of overrides of the member's configuration. 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,18 @@ from lightning_decentral.sweep import progress
 from lightning_decentral.sweep.launcher import Carrier, Devices, Ended, slots
 from lightning_decentral.sweep.member import MemberFailed, SweepMember, returned, write_record
 from lightning_decentral.sweep.plan.allocation import Allocated, Trials
-from lightning_decentral.sweep.plan.jobs_file import read_tables, write_tables
+from lightning_decentral.sweep.plan.jobs_file import read_tables
 from lightning_decentral.sweep.plan.policy import Scoreboard
 from lightning_decentral.sweep.plan.spase import Table
-from lightning_decentral.sweep.processes import Lifeline
 from lightning_decentral.sweep.server import Starts, Sweep
 
-SHARED = ("trainer.devices={devices}", "data.batch_size={share}")
+WIDE, SHARED = "trainer.devices={devices}", "data.batch_size={share}"
 CANDIDATES: Mapping[str, Sequence[str]] = {
     "one_device": (),
     "spilled": ("strategy=spilled",),
-    "ddp": ("strategy=ddp", *SHARED),
-    "compressed": ("strategy=compressed", *SHARED),
-    "token_pipeline": ("strategy=token_pipeline", "trainer.devices={devices}"),
+    "ddp": ("strategy=ddp", WIDE, SHARED),
+    "compressed": ("strategy=compressed", WIDE, SHARED),
+    "token_pipeline": ("strategy=token_pipeline", WIDE),
 }
 USUAL = ("one_device", "ddp", "token_pipeline")  # exact ones, the fastest where they fit
 UNLOGGED = {"WANDB_MODE": "disabled"}
@@ -108,7 +107,6 @@ class SpaseCarrier(Carrier):
 
     Args:
         candidates: names of `CANDIDATES`, or {name: overrides}; one without {devices} is for one device. None: `USUAL`.
-        numbers: of devices, to be tried; None: 1, 2, 4, ... and all.
         table: jobs file with members' tables, by their numbers; the others are tried.
         trial_steps: measured steps of a trial, after the first ones.
         trial_limit_seconds: how long a trial may take.
@@ -126,19 +124,13 @@ class SpaseCarrier(Carrier):
         quantum_seconds: float,
         *,
         candidates: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
-        numbers: Sequence[int] | None = None,
         table: str | Path | None = None,
         trial_steps: int = 10,
         trial_limit_seconds: float = 300.0,
         interval_seconds: float = 60.0,
     ) -> None:
-        self.devices, self.title = slots(devices, cuda.device_count()), "by SPASE's plan"
-        count = len(self.devices)
-        self._numbers = numbers or [k for k in range(1, count + 1) if k == count or k & (k - 1) == 0]
         if memory_bytes is not None:
             raise ValueError("hydra.launcher.memory_bytes: leave it out, under spase a member has devices to itself")
-        if min(self._numbers) < 1 or max(self._numbers) > count:
-            raise ValueError(f"policy.numbers={list(self._numbers)}: use numbers of devices from 1 to {count}")
         if trial_steps < 1 or not min(trial_limit_seconds, interval_seconds, quantum_seconds) > 0:
             raise ValueError("trial_steps, trial_limit_seconds, interval_seconds, quantum_seconds must be above 0")
         names = USUAL if candidates is None else candidates
@@ -146,17 +138,19 @@ class SpaseCarrier(Carrier):
         if wrong := [name for name, words in given.items() if isinstance(words, str)] or ["none"] * (not given):
             known = ", ".join(CANDIDATES)
             raise ValueError(f"policy.candidates: use some of {known}, or {{name: [overrides]}}, got {wrong[0]}")
+        self.devices, self.title = slots(devices, cuda.device_count()), "by SPASE's plan"
         self._candidates = {name: tuple(words) for name, words in given.items()}
         self._known = {} if table is None else {one.name: one for one in read_tables(table, trained=True)}
         self._trial_steps, self._limit_seconds = trial_steps, trial_limit_seconds
         self._interval_seconds, self._quantum_seconds = interval_seconds, quantum_seconds
 
     def refuse(self, members: Sequence[SweepMember]) -> None:
-        for member in members:
-            if member.width > 1:
-                raise ValueError(
-                    f"member {member.name} asks for trainer.devices={member.width}, which spase chooses: leave it out"
-                )
+        used = {name for table in self._known.values() for name in table.parallelism.values()}
+        if unknown := used - self._candidates.keys():
+            raise ValueError(f"policy.table: {', '.join(sorted(unknown))} is none of policy.candidates")
+        if wide := [member for member in members if member.width > 1]:
+            asked = f"member {wide[0].name} asks for trainer.devices={wide[0].width}"
+            raise ValueError(f"{asked}, which spase chooses: leave it out")
 
     def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
         tables, outcomes = self._tables(members, starts)
@@ -165,43 +159,31 @@ class SpaseCarrier(Carrier):
         quantum, interval = self._quantum_seconds, self._interval_seconds
         arbiter = Allocated(list(tables.values()), self.devices, interval_seconds=interval, quantum_seconds=quantum)
 
-        def start(member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
+        def start(member: SweepMember, *others: Any) -> Any:
             devices = len(arbiter.started[member.name].devices)
-            case = self._case(member, tables[member.name].parallelism[devices], devices)
-            return starts(case.composed(member.folder, member.name), environment, lifeline)
+            candidate = tables[member.name].parallelism[devices]
+            case = Case(member, candidate, self._candidates[candidate], devices)
+            return starts(case.composed(member.folder, member.name), *others)
 
         with progress.LiveTable() as watcher:
             left = [member for member in members if member.name in tables]
             sweep = Sweep(left, arbiter, start, watcher, len(self.devices), scores)
             outcomes |= sweep.run()
-        spans = arbiter.plan.spans().items()
-        first = {f"{name}/{g}": Span(self.devices[g], span.start, span.finish) for (name, g), span in spans}
-        self.planned = later(first, sweep.began)
-        self.shown = happened(arbiter, tables)
+        first = arbiter.plan.spans().items()
+        planned = {f"{name}/{g}": Span(self.devices[g], span.start, span.finish) for (name, g), span in first}
+        self.planned, self.shown = later(planned, sweep.began), happened(arbiter, tables)
         return outcomes, later(arbiter.spans(), sweep.began)
-
-    def _case(self, member: SweepMember, candidate: str, devices: int) -> Case:
-        overrides = self._candidates.get(candidate)
-        if overrides is None:
-            raise ValueError(f"member {member.name}: the table's {candidate} isn't one of policy.candidates")
-        return Case(member, candidate, overrides, devices)
-
-    def _cases(self, member: SweepMember) -> Iterator[Case]:
-        for name, overrides in self._candidates.items():
-            wide = any("{devices}" in override for override in overrides)
-            yield from (self._case(member, name, k) for k in self._numbers if (k > 1) == wide)
 
     def _tables(self, members: Sequence[SweepMember], starts: Starts) -> tuple[dict[str, Table], dict[str, JobReturn]]:
         """Try members without a known table; return members' tables, and outcomes of those that no candidate runs."""
         folder = Path(str(members[0].config.hydra.sweep.dir)).absolute()
-        cases = {str(case): case for one in members if one.name not in self._known for case in self._cases(one)}
-        found = self._tried(cases, folder / "trials", starts)
+        cases = [case for member in members if member.name not in self._known for case in self._cases(member)]
+        found = self._tried({str(case): case for case in cases}, folder / "trials", starts)
         tables, outcomes = dict[str, Table](), dict[str, JobReturn]()
         for name, member in ((member.name, member) for member in members):
-            rows = found.best.get(name)
             if name in self._known:
                 tables[name] = self._known[name]
-            elif rows:
+            elif rows := found.best.get(name):
                 tables[name] = Table(
                     name, {k: s for k, (s, _) in rows.items()}, {k: way for k, (_, way) in rows.items()}
                 )
@@ -209,15 +191,21 @@ class SpaseCarrier(Carrier):
                 error = MemberFailed("ValueError", f"no candidate runs it: {'; '.join(found.reasons[name])}")
                 outcomes[name] = returned(member, JobStatus.FAILED, error)
                 write_record(member, outcomes[name])
-        write_tables(tables.values(), folder / "tables.yaml")
+        OmegaConf.save({"jobs": [asdict(table) for table in tables.values()]}, folder / "tables.yaml")
         return tables, outcomes
 
-    def _tried(self, cases: Mapping[str, Case], folder: Path, starts: Starts) -> _Trying:
-        def start(member: SweepMember, environment: Mapping[str, str], lifeline: Lifeline) -> Any:
-            return starts(member, {**environment, **UNLOGGED}, lifeline)
+    def _cases(self, member: SweepMember) -> Iterator[Case]:
+        """A member's candidates on 1, 2, 4, ... and all devices."""
+        count = len(self.devices)
+        numbers = [k for k in range(1, count + 1) if k == count or k & (k - 1) == 0]
+        for name, overrides in self._candidates.items():
+            wide = any("{devices}" in override for override in overrides)
+            yield from (Case(member, name, overrides, k) for k in numbers if (k > 1) == wide)
 
+    def _tried(self, cases: Mapping[str, Case], folder: Path, starts: Starts) -> _Trying:
         widths = {name: case.devices for name, case in cases.items()}
         arbiter = Trials(widths, self.devices, self._trial_steps, self._limit_seconds)
+        start: Starts = lambda trial, environment, line: starts(trial, {**environment, **UNLOGGED}, line)  # noqa: E731
         watcher, trials = _Trying(cases, arbiter), list[SweepMember]()
         with watcher:
             for name, case in cases.items():
@@ -235,27 +223,13 @@ def happened(arbiter: Allocated, tables: Mapping[str, Table]) -> Rows:
     spans = {name: account.spans[0] for name, account in arbiter.ended.items()}
     planned, real = arbiter.plan.makespan_seconds, max(span.finish for span in spans.values())
     title = f"{planned:.4g} s planned, {real:.4g} s in fact; the plan changed {arbiter.changes} times"
-    rows = Rows(title=title, title_justify="left")
-    for heading in (
-        "member",
-        "planned",
-        "devices",
-        "start s",
-        "end s",
-        "in fact",
-        "devices",
-        "start s",
-        "end s",
-        "off",
-    ):
-        rows.add_column(heading)
+    rows = Rows("member", "planned", "from, to s", "in fact", "from, to s", "off", title=title, title_justify="left")
     for job in arbiter.plan.in_order():
-        way, end, span, there = tables[job.name].parallelism, job.start + job.seconds, spans[job.name], arbiter.ended
-        mine = there[job.name].home
-        rows.add_row(
-            job.name,
-            *(way[len(job.devices)], ", ".join(arbiter.devices[g] for g in job.devices)),
-            *(f"{job.start:.1f}", f"{end:.1f}", way[len(mine)], ", ".join(mine)),
-            *(f"{span.start:.1f}", f"{span.finish:.1f}", f"{100 * (span.finish / end - 1):+.0f} %"),
-        )
+        way, end, span = tables[job.name].parallelism, job.start + job.seconds, spans[job.name]
+        home = arbiter.ended[job.name].home
+        there = [arbiter.devices[g] for g in job.devices]
+        cells = [f"{way[len(names)]} on {', '.join(names)}" for names in (there, home)]
+        times = [f"{start:.1f}, {finish:.1f}" for start, finish in ((job.start, end), (span.start, span.finish))]
+        off = f"{100 * (span.finish / end - 1):+.0f} %"
+        rows.add_row(job.name, cells[0], times[0], cells[1], times[1], off)
     return rows

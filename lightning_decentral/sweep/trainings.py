@@ -186,6 +186,7 @@ class AllocatedTrainings(Trainings):
         refuse_without_gate()
         with self._composing() as context:
             members = self._members(self._trainings, self._folder, [])
+            carrier.refuse(members)
             starts = starts_on(carrier.devices, context, self._application.train)
             outcomes, ran = carrier.run(members, starts, 1, Scoreboard())
         for member in members:

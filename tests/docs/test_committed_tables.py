@@ -81,12 +81,9 @@ def off(row: dict[str, float]) -> str:
 
 
 def test_schedules_rehearsed_and_real() -> None:
-    shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md").partition("### Dummy jobs")[2])}
-    for row in result("rehearsal-2-cores.json")["rows"]:
-        simulated, hashing, hashing_off, waiting, waiting_off = shown[row["policy"]]
-        seconds, away = {"compute": (hashing, hashing_off), "sleep": (waiting, waiting_off)}[row["stand_in"]]
-        assert (simulated, seconds, away) == (f"{row['simulated_seconds']:.3f}", f"{row['real_seconds']:.3f}", off(row))
-    shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md").partition("### Dummy jobs")[0])}
+    aways = sorted((off(row) for row in result("rehearsal-2-cores.json")["rows"]), key=lambda away: float(away[:-2]))
+    assert f"is off by {aways[0][:-2]} to {aways[-1]} (" in " ".join(page("scheduling.md").split())
+    shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md"))}
     for row in result("rehearsal-real-2-cores.json")["rows"]:
         assert shown[row["policy"]] == [f"{row['simulated_seconds']:.2f}", f"{row['real_seconds']:.2f}", off(row)]
 

@@ -203,7 +203,6 @@ def test_an_interrupt_ends_the_trials(tmp_path: Path) -> None:
             "policy.candidates: use some of one_device, spilled, ddp, compressed, token_pipeline",
         ),
         ({"candidates": []}, "policy.candidates: use some of"),
-        ({"numbers": [1, 4]}, "policy.numbers=[1, 4]: use numbers of devices from 1 to 2"),
         ({"trial_steps": 0}, "must be above 0"),
         ({"interval_seconds": 0.0}, "must be above 0"),
         ({"table": "no/where.yaml"}, "no/where.yaml"),

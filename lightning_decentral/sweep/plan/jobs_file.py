@@ -29,8 +29,8 @@ Jobs that use several devices at once have their own files:
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,6 @@ def read_tables(path: str | Path, *, trained: bool = False) -> list[Table]:
         seconds = {devices: _number(found, devices, place, None) for devices in found}
         tables.append(Table(str(job["name"]), seconds, {k: str(way) for k, way in ways.items()}))
     return tables
-
-
-def write_tables(tables: Iterable[Table], path: Path) -> None:
-    """Write tables that `read_tables` reads."""
-    OmegaConf.save({"jobs": [asdict(table) for table in tables]}, path)
 
 
 def _training(job: Mapping[str, Any], folder: Path, place: str) -> Training:
