@@ -9,7 +9,7 @@ twelve equal blocks, worker 1 all. A device is one core with one thread. Compare
     time slices           both at once, worker r of each on core r, as ranks are placed by default; the system slices
     time slices, free     both at once, the system may move workers between cores: what a GPU's processes can't do
     complementary         both at once, the half-deep worker of one beside the deep one of the other; the system slices
-    jigsaw                the same places, and a core runs one piece at a time, the jobs in turn
+    jigsaw                the same places, and a core runs one piece at a time: `hydra.launcher.policy=jigsaw`
 
 Seconds are from the moment at which all workers have warmed up to the end of the last one's last iteration. A piece is
 forward and backward; the wait for the other worker's gradients and the update (about five percent) happen outside of a
@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ from common.paths import RESULTS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from hydra.core.utils import JobReturn, JobStatus
 from lightning.pytorch import Callback, Trainer
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.markdown import Markdown
 from torch import Tensor
@@ -43,7 +45,13 @@ from torch import Tensor
 from common.hardware import description, sentence, slug
 from lightning_decentral import PartialBackpropStrategy
 from lightning_decentral.partial import Blocks, Staircase
+from lightning_decentral.shared.compute.device import Turn
+from lightning_decentral.sweep.member import SweepMember, returned
+from lightning_decentral.sweep.plan.gang_arbiter import GangArbiter
 from lightning_decentral.sweep.plan.gangs import ComplementaryPairing, Gang, Turns, Unaware
+from lightning_decentral.sweep.processes import fork
+from lightning_decentral.sweep.progress import LiveTable
+from lightning_decentral.sweep.server import Sweep
 from partial.cost import BLOCKS, WIDTH, Chain
 
 JOBS, WORKERS, WARM_UP, BATCH = 2, 2, 2, 1536
@@ -77,28 +85,26 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))[:WORKERS]
 
 
-class Gate:
-    """A core for one piece at a time, the jobs in turn."""
+class Stopwatch(Turn):
+    """Times pieces; the device is taken at once."""
 
-    def __init__(self, jobs: Sequence[int]) -> None:
-        self._turn = {job: FORK.Semaphore(int(job == jobs[0])) for job in jobs}
-        self._next = dict(zip(jobs, [*jobs[1:], jobs[0]], strict=True))
-
-    def enter(self, job: int) -> None:
-        self._turn[job].acquire()
-
-    def leave(self, job: int) -> None:
-        self._turn[self._next[job]].release()
-
-
-class Sharing(PartialBackpropStrategy):
-    """Partial backprop whose worker stays on a core and holds its gate, if there is one, from forward to backward."""
-
-    def __init__(self, job: int, pins: Sequence[int | None], gates: Mapping[int, Gate]) -> None:
-        depth = Staircase()
-        super().__init__(depth=depth, cuts=BLOCKS - 1, balance=Blocks(), start_method="fork")
-        self.job, self.pins, self.gates = job, pins, gates
+    def __init__(self) -> None:
         self.pieces: list[float] = []
+
+    def take(self) -> None:
+        self._began = time.perf_counter()
+
+    def give(self) -> None:
+        self.pieces.append(time.perf_counter() - self._began)
+
+
+class Pinned(PartialBackpropStrategy):
+    """Partial backprop whose workers stay on cores, if there are any given."""
+
+    def __init__(self, pins: Sequence[int | None]) -> None:
+        super().__init__(depth=Staircase(), cuts=BLOCKS - 1, balance=Blocks(), start_method="fork")
+        self.pins, self.watch = pins, Stopwatch()
+        self._steps.turn = self.watch
 
     def setup_environment(self) -> None:
         """Before any thread of this worker is made."""
@@ -106,23 +112,6 @@ class Sharing(PartialBackpropStrategy):
         if pin is not None:
             os.sched_setaffinity(0, {pin})
         super().setup_environment()
-
-    @property
-    def gate(self) -> Gate | None:
-        pin = self.pins[self.local_rank]
-        return None if pin is None else self.gates.get(pin)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.gate is not None:
-            self.gate.enter(self.job)
-        self._began = time.perf_counter()
-        return super().training_step(*args, **kwargs)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.pieces.append(time.perf_counter() - self._began)
-        if self.gate is not None:
-            self.gate.leave(self.job)
-        super().post_backward(closure_loss)
 
 
 class Batches:
@@ -146,8 +135,8 @@ class Batches:
 class Watch(Callback):
     """Meets all other workers after the warm-up; writes times, seconds of pieces and a digest of the weights."""
 
-    def __init__(self, path: Path, barrier: Any) -> None:
-        self._path, self._barrier = path, barrier
+    def __init__(self, job: int, folder: Path, barrier: Any) -> None:
+        self._job, self._folder, self._barrier = job, folder, barrier
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == WARM_UP:
@@ -155,21 +144,22 @@ class Watch(Callback):
             self._began = time.perf_counter()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        ended, strategy = time.perf_counter(), trainer.strategy
+        ended = time.perf_counter()
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in pl_module.parameters())).hexdigest()
-        found = {"began": self._began, "ended": ended, "digest": digest, "pieces": strategy.pieces[WARM_UP:]}
-        self._path.with_name(f"{strategy.job}-{trainer.global_rank}.json").write_text(json.dumps(found))
+        pieces = trainer.strategy.watch.pieces[WARM_UP:]
+        found = {"began": self._began, "ended": ended, "digest": digest, "pieces": pieces}
+        (self._folder / f"{self._job}-{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def train(job: int, steps: int, way: Way, gates: Mapping[int, Gate], barrier: Any, folder: Path) -> None:
+def train(job: int, steps: int, way: Way, barrier: Any, folder: Path) -> None:
     """One job."""
     torch.manual_seed(job)
     Trainer(
         accelerator="cpu",
         devices=WORKERS,
-        strategy=Sharing(job, [way.core(job, rank) for rank in range(WORKERS)], gates),
+        strategy=Pinned([None if way.turns else way.core(job, rank) for rank in range(WORKERS)]),
         max_steps=WARM_UP + steps,
-        callbacks=[Watch(folder / "row.json", barrier)],
+        callbacks=[Watch(job, folder, barrier)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -178,25 +168,45 @@ def train(job: int, steps: int, way: Way, gates: Mapping[int, Gate], barrier: An
     ).fit(Chain(), Batches(job))
 
 
+def carried_out(jobs: Sequence[int], steps: int, way: Way, barrier: Any, folder: Path) -> dict[int, Sequence[float]]:
+    """The jobs as members of a sweep under JigSaw; returns the seconds of their pieces."""
+
+    def run(member: SweepMember) -> JobReturn:
+        train(int(member.name), steps, way, barrier, folder)
+        return returned(member, JobStatus.COMPLETED, None)
+
+    config = OmegaConf.create({"hydra": {"overrides": {"task": []}}})
+    members = [SweepMember(str(job), (), config, folder / str(job), WORKERS) for job in jobs]
+    devices = {f"cpu:{number}": [core] for number, core in enumerate(cores())}
+    arbiter = GangArbiter(list(devices), {gang.name: gang.seconds for gang in EVEN}, cores=devices)
+    outcomes = Sweep(members, arbiter, partial(fork, run), LiveTable(), len(members)).run()
+    for outcome in outcomes.values():
+        _ = outcome.return_value  # raises what a job raised
+    return {job: arbiter.measured[str(job)] for job in jobs}
+
+
 def measure(way: Way, steps: int) -> dict[str, Any]:
     """Seconds of all iterations of both jobs; of each job its weights' digest and its workers' median pieces."""
     seconds, rows = 0.0, {}
     for jobs in way.together:
-        gates = {core: Gate(jobs) for core in cores()} if way.turns else {}
         barrier = FORK.Barrier(len(jobs) * WORKERS)
-        with tempfile.TemporaryDirectory() as folder:
-            running = [FORK.Process(target=train, args=(j, steps, way, gates, barrier, Path(folder))) for j in jobs]
-            for process in running:
-                process.start()
-            for process in running:
-                process.join(300)
-                if process.exitcode != 0:
-                    raise SystemExit(f"a job ended with {process.exitcode}: see above")
-            found = {(j, r): json.loads((Path(folder) / f"{j}-{r}.json").read_text()) for j in jobs for r in (0, 1)}
+        with tempfile.TemporaryDirectory() as name:
+            folder, measured = Path(name), dict[int, Sequence[float]]()
+            if way.turns:
+                measured = carried_out(jobs, steps, way, barrier, folder)
+            else:
+                running = [FORK.Process(target=train, args=(j, steps, way, barrier, folder)) for j in jobs]
+                for process in running:
+                    process.start()
+                for process in running:
+                    process.join(300)
+                    if process.exitcode != 0:
+                        raise SystemExit(f"a job ended with {process.exitcode}: see above")
+            found = {(j, r): json.loads((folder / f"{j}-{r}.json").read_text()) for j in jobs for r in (0, 1)}
         seconds += max(row["ended"] for row in found.values()) - min(row["began"] for row in found.values())
         for job in jobs:
-            pieces = [statistics.median(found[job, rank]["pieces"]) for rank in range(WORKERS)]
-            rows[str(job)] = {"digest": found[job, 0]["digest"], "pieces": pieces}
+            pieces = measured.get(job) or [statistics.median(found[job, rank]["pieces"]) for rank in range(WORKERS)]
+            rows[str(job)] = {"digest": found[job, 0]["digest"], "pieces": list(pieces)}
     return {"seconds": seconds, "iterations_per_second": JOBS * steps / seconds, "jobs": rows}
 
 

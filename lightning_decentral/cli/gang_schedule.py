@@ -89,7 +89,13 @@ def jigsaw(options: argparse.Namespace) -> Planned:
     if options.trace is not None:
         return jigsaw_of_trace(options)
     if not are_trainings(options.jobs):
-        return jigsaw_plan(options, read_gangs(options.jobs))[1]
+        gangs = read_gangs(options.jobs)
+        if options.rehearse:
+            raise ValueError(
+                f"--run: job {gangs[0].name} has pieces and no training behind them: give it overrides, "
+                "or leave out --run"
+            )
+        return jigsaw_plan(options, gangs)[1]
     outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
     jobs = read_jobs(options.jobs).trainings
     trainings = GangTrainings(jobs, options.devices or 2, outputs, options.application, options.measured)

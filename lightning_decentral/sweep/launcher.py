@@ -15,7 +15,7 @@ from types import MappingProxyType
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 from rich.table import Table
 
 from lightning_decentral.shared.compute import cuda
@@ -151,7 +151,7 @@ class Launch:
             elif self._checkpoint not in member.config:
                 state = f"from its start (no key {self._checkpoint} takes one)"
             else:
-                with open_dict(member.config):
+                with open_dict(member.config), read_write(member.config.hydra.overrides.hydra):
                     member.config[self._checkpoint] = str(last)
                     # A carrier may compose it again: this list counts before the member's own.
                     quoted = json.dumps(str(last), ensure_ascii=False)

@@ -154,7 +154,7 @@ class GangTrainings(Trainings):
         overrides = [*self._application.unlogged, f"trainer.max_steps={self._steps}"]
         self._through(self._trainings, arbiter, self._folder / "measured", overrides)
         # Batches that are accumulated are several pieces a step.
-        pieces = {t.name: t.steps * max(1, round(arbiter.pieces(t.name) / self._steps)) for t in self._trainings}
+        pieces = {t.name: t.steps * max(1, round(arbiter.pieces[t.name] / self._steps)) for t in self._trainings}
         return [Gang(t.name, arbiter.measured[t.name], pieces[t.name]) for t in self._trainings]
 
     def carry_out(self, turns: Turns) -> Spans:
@@ -163,7 +163,7 @@ class GangTrainings(Trainings):
         by_turn = {training.name: training for training in self._trainings}
         self._through([by_turn[turns.gangs[j].name] for j in turns.order], arbiter, self._folder, [])
         for gang in turns.gangs:
-            refuse_early(gang.name, arbiter.pieces(gang.name) / gang.iterations)
+            refuse_early(gang.name, arbiter.pieces[gang.name] / gang.iterations)
         return arbiter.ran()
 
     def _arbiter(self, given: Mapping[str, Sequence[float]]) -> GangArbiter:

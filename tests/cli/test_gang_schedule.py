@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_decentral.recipes import command as cli
+from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 from lightning_decentral.sweep.plan.gangs import ComplementaryPairing, ExactGangs, Gang, Unaware, ordered, staircase
 from lightning_decentral.sweep.plan.jobs_file import read_gangs, read_tables
 from lightning_decentral.sweep.plan.spase import ExactSpase, GreedySpase, Table
@@ -98,7 +99,12 @@ def test_a_large_set_is_planned_without_the_program(jobs: Path, capsys: pytest.C
     ("text", "words", "message"),
     [
         (GANGS, ["jigsaw,lrtf"], "--policy jigsaw,lrtf: jigsaw and spase are for jobs of several devices at once"),
-        (GANGS, ["jigsaw", "--run"], "--run is for jobs of one device at a time: leave it out with --policy jigsaw"),
+        (GANGS, ["jigsaw", "--run"], "--run: job measured has pieces and no training behind them: give it overrides"),
+        (
+            GANGS,
+            ["jigsaw", "--memory-bytes", "1GB"],
+            "--memory-bytes is for jobs of one device at a time: leave it out",
+        ),
         (TABLES, ["spase", "--memory-bytes", "1GB"], "--memory-bytes is for jobs of one device at a time"),
         (TABLES, ["spase", "--devices", "0"], "devices must be at least 1, got 0"),
         (
@@ -147,3 +153,22 @@ def test_mistakes_are_one_line(jobs: Path, text: str, words: list[str], message:
 def test_no_file_is_a_mistake() -> None:
     with pytest.raises(SystemExit, match=r"error: give a file of jobs: lightning-decentral schedule jobs.yaml"):
         cli.main(["schedule", "--policy", "spase"])
+
+
+def test_a_traces_jobs_are_staircases_that_come_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "m.json"
+    blocks = (BlockCost("b", forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.0),)
+    write(Profile(Model("m", "cpu", blocks)), profile)
+    header = "job_id,num_gpu,submit_time,iterations,model_name,duration,interval"
+    trace = tmp_path / "trace.csv"
+    trace.write_text(f"{header}\n0,2,0,10,m,9,9\n1,2,0,10,m,9,9\n2,1,1000,4,m,9,9\n")
+    words = ["schedule", "--trace", str(trace), "--profile", str(profile), "--policy", "jigsaw"]
+    cli.main([*words, "--devices", "2", "--json"])
+    turns = json.loads(capsys.readouterr().out)["turns"]
+    # A pair's cycle is 2 + 3 s; the last job comes when the others have ended, and its piece takes 3 s.
+    assert [turn["finish_seconds"] for turn in turns] == [50.0, 50.0, 1012.0]
+    assert [turn["start_seconds"] for turn in turns] == [0.0, 0.0, 1000.0]
+    with pytest.raises(SystemExit, match="job 0 asked for 2 devices: give --devices 2 or more"):
+        cli.main(words)
+    with pytest.raises(SystemExit, match="--run: a trace has no trainings behind its jobs"):
+        cli.main([*words, "--run"])

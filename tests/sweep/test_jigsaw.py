@@ -1,7 +1,10 @@
 """Jobs of two workers that share two devices piece by piece: each learns what it learns alone; who dies is alone."""
 
+import contextlib
+import io
 import json
 import os
+import re
 import signal
 import sys
 from itertools import pairwise
@@ -18,14 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lightning_decentral import PartialBackpropStrategy
+from lightning_decentral.cli import main as cli
 from lightning_decentral.partial import Staircase
+from lightning_decentral.shared.application import Application
 from tests.tiny import QUIET, SizedBatches, in_processes
 
 CONFIG = {
     "lr": 0.1,
     "dies": "never",
     "strategy": {"_target_": "lightning_decentral.PartialBackpropStrategy", "start_method": "fork", "cuts": 1},
-    "trainer": {"max_epochs": 2, "devices": 2},
+    "trainer": {"max_epochs": 2, "max_steps": -1, "devices": 2},
     "hydra": {"sweep": {"dir": "sweep", "subdir": "${hydra:job.num}"}, "job": {"name": "jigsaw"}},
 }
 ConfigStore.instance().store(name="jigsaw_application", node=CONFIG)
@@ -131,3 +136,39 @@ def test_what_jigsaw_cannot_carry_out_is_refused_before_training(
 def test_a_member_whose_configuration_hides_its_strategy_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="member 0 trains by DDPStrategy on 2 devices, but under jigsaw each job"):
         in_processes(swept, tmp_path, "dies=ddp", "hydra.launcher.devices=2")
+
+
+JOBS = """
+jobs:
+  - {name: short, overrides: [lr=0.1, trainer.max_steps=6]}
+  - {name: long, overrides: [lr=0.01, trainer.max_steps=12]}
+"""
+
+
+def no_model(cfg: DictConfig, sizes: dict[str, int]) -> LightningModule:
+    raise AssertionError("a schedule builds none")
+
+
+def scheduled(folder: Path, *words: str) -> str:
+    os.chdir(folder)
+    application = Application("lightning_decentral.conf", "jigsaw_application", train, no_model)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(application, ["schedule", "jobs.yaml", "--policy", "jigsaw", *words])
+    return printed.getvalue()
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_trainings_of_a_file_are_measured_planned_and_carried_out(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOBS)
+    files = ("--chrome", "trace.json", "--plot", "gantt.png")
+    printed = in_processes(scheduled, tmp_path, "--run", "--measured", "6", *files)
+    assert re.search(r"JigSaw.*, one job after the other", printed)
+    assert "JigSaw's gangs, from the moment at which all waited for their first piece" in " ".join(printed.split())
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for title in ("jigsaw, planned", "jigsaw, real"):
+        rows = [event for event in events if event["pid"] == title]
+        assert len(rows) == 2 * (6 + 12)
+        assert {event["tid"] for event in rows} == {"device 0", "device 1"}
+    assert (tmp_path / "gantt.png").stat().st_size > 1000
+    (output,) = (tmp_path / "outputs").iterdir()
+    assert {path.parent.name for path in output.glob("*/weights.pt")} == {"short", "long"}

@@ -8,7 +8,7 @@ then runs without a device, and the job's next collective call finds out.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -65,7 +65,8 @@ class GangArbiter(Arbiter):
         cores: Mapping[str, Sequence[int]] = {},
     ) -> None:
         super().__init__(FIFO(), devices)
-        self.cores, self.opened, self.measured = cores, math.inf, dict[str, tuple[float, ...]]()
+        self.cores, self.opened = cores, math.inf
+        self.pieces, self.measured = Counter[str](), dict[str, tuple[float, ...]]()  # of each worker of a job
         self._given, self._absent, self._crews = given, set(together), dict[str, Crew]()
         self._queue: list[tuple[str, int, int]] = []  # (job, worker, device) of pieces whose gang is complete
         self._running: dict[int, tuple[str, int, float]] = {}  # {device: (job, worker, since when)}
@@ -99,6 +100,7 @@ class GangArbiter(Arbiter):
         if rank == 0:
             self.members[job].turn = turn
         if turn.piece_seconds is not None:
+            self.pieces[job] += rank == 0
             crew.latest[rank].append(turn.piece_seconds)
             self._stale = self._stale or crew.changed()
 
@@ -140,10 +142,6 @@ class GangArbiter(Arbiter):
 
     def seats(self, name: str) -> list[str]:
         return [f"{name}/{rank}" for rank in range(self.members[name].width)]
-
-    def pieces(self, name: str) -> float:
-        """Number of pieces that each worker of an ended job has computed."""
-        return len(self.ended[name].spans) / self.ended[name].width
 
     def ran(self) -> Spans:
         """Spans of all pieces of ended jobs on `device 0`, `device 1` and so on, in seconds since the clock started."""
