@@ -24,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_decentral.cli import main as cli
+from lightning_decentral.shared.application import Application
 from lightning_decentral.sweep.plan.jobs_file import read_tables
 from lightning_decentral.sweep.spase import SpaseCarrier
 from tests.tiny import QUIET, in_processes
@@ -193,6 +195,54 @@ def test_an_interrupt_ends_the_trials(tmp_path: Path) -> None:
         until(lambda: not any(Path(f"/proc/{file.read_text()}").exists() for file in files))
     finally:
         sweep.kill()
+
+
+JOBS = """
+jobs:
+  - {name: known, overrides: [lr=0.1, trainer.max_steps=20], seconds: {1: 2.0}, parallelism: {1: one_device}}
+  - {name: tried, overrides: [lr=0.02, trainer.max_steps=30]}
+"""
+
+
+def scheduled(folder: Path, *words: str) -> str:
+    os.chdir(folder)
+    (folder / "jobs.yaml").write_text(JOBS)
+    application = Application("lightning_decentral.conf", "spase_application", train, no_model)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cli.main(application, ["schedule", "jobs.yaml", "--policy", "spase", *words])
+    return printed.getvalue()
+
+
+def no_model(cfg: DictConfig, sizes: dict[str, int]) -> LightningModule:
+    raise AssertionError("a schedule builds none")
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_a_files_trainings_are_tried_and_carried_out(tmp_path: Path) -> None:
+    printed = in_processes(
+        scheduled, tmp_path, "--run", "--measured", "8", "--chrome", "trace.json", "--plot", "two.png"
+    )
+    (outputs,) = (tmp_path / "outputs").iterdir()
+    for name, steps in (("known", 20), ("tried", 30)):
+        assert torch.load(outputs / name / "found.pt")["steps"] == steps
+    assert [path.name for path in (outputs / "trials").iterdir()] == ["tried"]
+    assert {table.name for table in read_tables(outputs / "tables.yaml")} == {"known", "tried"}
+    assert re.search(r"makespan [\d.]+ s simulated, [\d.]+ s for real \(.*whole trainings, with their start", printed)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sorted({event["pid"] for event in events}) == ["spase, planned", "spase, real"]
+    assert (tmp_path / "two.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "job 2: --policy spase needs a table of seconds of the whole job by devices"),
+        (("--run", "--measured", "3"), "measured must be more than 5 steps"),
+    ],
+)
+def test_a_schedules_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"SystemExit: error: [^\n]*{message}"):
+        in_processes(scheduled, tmp_path, *words)
 
 
 @pytest.mark.parametrize(
