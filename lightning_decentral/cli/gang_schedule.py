@@ -33,6 +33,7 @@ Choice = TypeVar("Choice")
 
 SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
+UNAWARE = ("rank r on device r", [jig.Unaware()])
 SYNTHESISED = "seconds per iteration are synthesised from the profiles: the trace has arrivals and iterations only"
 EVENLY = "a job's work is divided evenly among up to as many devices as it asked for, and arrivals aren't counted"
 EXACT_SECONDS = 10.0  # for the solver
@@ -89,13 +90,11 @@ def jigsaw(options: argparse.Namespace) -> Planned:
     if options.trace is not None:
         return jigsaw_of_trace(options)
     if not are_trainings(options.jobs):
-        gangs = read_gangs(options.jobs)
         if options.rehearse:
             raise ValueError(
-                f"--run: job {gangs[0].name} has pieces and no training behind them: give it overrides, "
-                "or leave out --run"
+                "--run: the jobs have pieces, no trainings behind them: give overrides, or leave out --run"
             )
-        return jigsaw_plan(options, gangs)[1]
+        return jigsaw_plan(options, read_gangs(options.jobs))[1]
     outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
     jobs = read_jobs(options.jobs).trainings
     trainings = GangTrainings(jobs, options.devices or 2, outputs, options.application, options.measured)
@@ -139,22 +138,17 @@ def jigsaw_plan(options: argparse.Namespace, gangs: Sequence[jig.Gang]) -> tuple
 
 
 def jigsaw_of_trace(options: argparse.Namespace) -> Planned:
-    """Completion times of a trace's jobs: in JigSaw's cycles, by rank, and with iterations one after the other."""
+    """Completion times of a trace's jobs, in JigSaw's cycles and with workers by rank."""
     if options.rehearse:
         raise ValueError("--run: a trace has no trainings behind its jobs: give a file of jobs, or leave out --run")
-    lines, profiles = trace_of(options)
-    jobs = gangs_of(lines, profiles, 1 if options.devices is None else options.devices)
-    best = lambda gangs: min(pairing.turns(gangs).cycle_seconds for pairing in jig.PAIRINGS.values())  # noqa: E731
-    ways = {
-        "jigsaw": jig.stays(jobs, best),
-        "rank r on device r": jig.stays(jobs, lambda gangs: jig.Unaware().turns(gangs).cycle_seconds),
-    }
-    table = Table("way", "makespan s", "mean completion s", title=f"{len(jobs)} jobs", title_justify="left")
-    for way, stays in ways.items():
-        ends = [span.finish for span in stays.values()]
+    jobs = gangs_of(*trace_of(options), 1 if options.devices is None else options.devices)
+    found = {name: jig.stays(jobs, ways) for name, ways in (("jigsaw", [*jig.PAIRINGS.values()]), UNAWARE)}
+    table = Table("places", "makespan s", "mean completion s", title=f"{len(jobs)} jobs", title_justify="left")
+    for name, stays in found.items():
+        makespan = max(span.finish for span in stays.values()) - min(span.start for span in stays.values())
         mean = sum(span.finish - span.start for span in stays.values()) / len(stays)
-        table.add_row(way, f"{max(ends) - min(span.start for span in stays.values()):.4g}", f"{mean:.4g}")
-    return (table,), (SYNTHESISED,), {"jigsaw": [(job, job, span) for job, span in ways["jigsaw"].items()]}
+        table.add_row(name, f"{makespan:.4g}", f"{mean:.4g}")
+    return (table,), (SYNTHESISED,), {"jigsaw": [(job, job, span) for job, span in found["jigsaw"].items()]}
 
 
 def turns_table(name: str, turns: jig.Turns) -> Table:

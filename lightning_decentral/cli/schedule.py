@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"one or more of {','.join(POLICIES)}, of which the first is drawn and run; "
         f"or one of {','.join(gang_schedule.PLANS)}, for jobs of several devices at once",
     )
-    parser.add_argument("--devices", type=whole, help="number of equal devices (default: 1; jigsaw: pieces of a job)")
+    parser.add_argument("--devices", type=whole, help="equal devices (default: 1; jigsaw: pieces of a job, or 2)")
     parser.add_argument("--memory-bytes", help="memory of each device; a job that needs more is refused: 24GB")
     parser.add_argument("--plot", type=Path, help="Gantt chart to write: schedule.png")
     parser.add_argument("--chrome", type=Path, help="trace to write for Perfetto or chrome://tracing: schedule.json")

@@ -22,7 +22,6 @@ from lightning_decentral.sweep.plan.gang_arbiter import GangArbiter
 from lightning_decentral.sweep.plan.policy import Scoreboard
 from lightning_decentral.sweep.server import Starts
 
-STRATEGY = "PartialBackpropStrategy"
 SEGMENTS, STEPS = 12, 24  # that a forecast looks at
 
 
@@ -30,47 +29,41 @@ class JigSaw(Carrier):
     """Carries out members that all train on all devices, each worker piece by piece."""
 
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: object, quantum_seconds: float) -> None:
+        self.devices, self.title = slots(devices, cuda.device_count()), "JigSaw, piece by piece"
+        self.width = len(self.devices)
+        if self.width < 2:
+            raise ValueError("hydra.launcher.policy=jigsaw needs 2 or more devices: set hydra.launcher.devices=2")
         if memory_bytes is not None:
             raise ValueError(
                 f"hydra.launcher.memory_bytes={memory_bytes}: under jigsaw all members alive stay on their devices: "
                 "leave it out, and lower hydra.launcher.alive_per_device"
             )
-        self.devices, self.title = slots(devices, cuda.device_count()), "JigSaw, piece by piece"
-        self.width = len(self.devices)
-        if self.width < 2:
-            raise ValueError("hydra.launcher.policy=jigsaw needs 2 or more devices: set hydra.launcher.devices=2")
 
     def refuse(self, members: Sequence[SweepMember]) -> None:
         refuse(members, self.width)
 
     def run(self, members: Sequence[SweepMember], starts: Starts, alive_per_device: int, scores: Scoreboard) -> Ended:
-        forecasts = {member.name: forecast(member.config, self.width) for member in members}
-        given = {name: seconds for name, seconds in forecasts.items() if seconds}
+        given = {member.name: seconds for member in members if (seconds := forecast(member.config, self.width))}
         self.arbiter = GangArbiter(self.devices, given, cores=cores_of(self.devices))
         return super().run(members, starts, alive_per_device, scores)
 
 
 def refuse(members: Sequence[SweepMember], size: int) -> None:
-    """Raise ValueError for a member that has not a worker of partial backprop on each device, as far as is known."""
+    """Raise ValueError for a member that has no worker of partial backprop on each device, as far as is known."""
     for member in members:
-        strategy = strategy_of(member.config)
-        if member.width != size or strategy not in (None, STRATEGY, "partial_backprop"):
-            raise ValueError(refusal(member.name, strategy or "its strategy", member.width, size))
-
-
-def strategy_of(config: DictConfig) -> str | None:
-    """Name of the strategy, or of its class, if the configuration has one at `strategy` or `trainer.strategy`."""
-    for key in ("strategy._target_", "trainer.strategy"):
+        strategy = "its strategy"
         with suppress(OmegaConfBaseException):
-            if isinstance(found := OmegaConf.select(config, key), str):
-                return found.rpartition(".")[2]
-    return None
+            strategy = str(OmegaConf.select(member.config, "strategy._target_") or strategy).rpartition(".")[2]
+        if member.width != size or strategy not in ("its strategy", "PartialBackpropStrategy"):
+            raise ValueError(refusal(member.name, strategy, member.width, size))
 
 
 def forecast(config: DictConfig, size: int) -> list[float]:
-    """Forecast the pieces of a job's workers, in forwards of an equal batch; empty without a key `strategy.depth`:
+    """Forecast the pieces of a job's workers by the trained fraction of the network and the share of the batch:
 
-    size share (1 + 2 depth)        share: of the global batch; depth: trained fraction of the network
+        size share (1 + 2 depth) forwards
+
+    Empty for a configuration without `strategy.depth`.
     """
     with suppress(OmegaConfBaseException, HydraException):
         if (node := OmegaConf.select(config, "strategy.depth")) is not None:

@@ -20,35 +20,31 @@ class PieceGate(Gate, Turn):
     ValueError: another strategy than partial backprop, or another number of workers than of devices.
     """
 
-    _began = 0.0
     _evaluates = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        width = self._admission.width
+        width, job = self._admission.width, self._admission.member.partition("/")[0]
         match trainer.strategy:
             case object(member=object(turn=Turn()) as steps) if trainer.world_size == width:
                 steps.turn = self
             case strategy if stage == "fit":
-                raise ValueError(refusal(self._admission.member, type(strategy).__name__, trainer.world_size, width))
+                raise ValueError(refusal(job, type(strategy).__name__, trainer.world_size, width))
         super().setup(trainer, pl_module, stage)
         self._alone = trainer.world_size < width  # an evaluation, which nobody waits for
-        job = self._admission.member.partition("/")[0]
         self._admission = replace(self._admission, member=f"{job}/{trainer.global_rank}")
         assert not self._seat.held  # it has connected: from now on a worker that ends without a message is noticed
 
     def take(self) -> None:
         self.give()  # after a step without a loss, which had no backward
         self._seat.take(TurnReport())
-        cores = (self._admission.cores or {}).get(self._seat.device or "", ())
-        if cores:
-            pin(cores)
+        pin((self._admission.cores or {}).get(self._seat.device or "", ()))
         self._began = time.perf_counter()
 
     def give(self) -> None:
         if self._seat.held:
             report = self._turn()  # the device has finished its work
             piece = None if self._evaluates else time.perf_counter() - self._began
-            self._seat.give(replace(report, remaining_seconds=None, piece_seconds=piece))
+            self._seat.give(TurnReport(report.progress, piece_seconds=piece))
 
     def on_validation_start(self, *_: Any, **__: Any) -> None:
         self._evaluates = True
@@ -78,7 +74,7 @@ def refusal(member: str, strategy: str, size: int, devices: int) -> str:
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Keep all threads of this process on these cores."""
-    for thread in os.listdir("/proc/self/task"):
+    """Keep all threads of this process on these cores, if there are any."""
+    for thread in os.listdir("/proc/self/task") if cores else ():
         with suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread), cores)

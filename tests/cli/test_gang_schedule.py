@@ -99,7 +99,7 @@ def test_a_large_set_is_planned_without_the_program(jobs: Path, capsys: pytest.C
     ("text", "words", "message"),
     [
         (GANGS, ["jigsaw,lrtf"], "--policy jigsaw,lrtf: jigsaw and spase are for jobs of several devices at once"),
-        (GANGS, ["jigsaw", "--run"], "--run: job measured has pieces and no training behind them: give it overrides"),
+        (GANGS, ["jigsaw", "--run"], "--run: the jobs have pieces, no trainings behind them: give overrides"),
         (
             GANGS,
             ["jigsaw", "--memory-bytes", "1GB"],

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from lightning_decentral import PartialBackpropStrategy
 from lightning_decentral.cli import main as cli
 from lightning_decentral.partial import Staircase
 from lightning_decentral.shared.application import Application
+from tests.sweep.test_launcher import alive, wait_for
 from tests.tiny import QUIET, SizedBatches, in_processes
 
 CONFIG = {
@@ -47,6 +49,8 @@ class Chain(LightningModule):
         self.head = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.dies == "interrupted":
+            Path(f"pid-{os.getpid()}").touch()
         if self.global_step == 4 and self.global_rank == 1:
             match self.dies:
                 case "killed":
@@ -136,6 +140,27 @@ def test_what_jigsaw_cannot_carry_out_is_refused_before_training(
 def test_a_member_whose_configuration_hides_its_strategy_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="member 0 trains by DDPStrategy on 2 devices, but under jigsaw each job"):
         in_processes(swept, tmp_path, "dies=ddp", "hydra.launcher.devices=2")
+
+
+def endless(folder: Path) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests run
+    swept(folder, "lr=0.1,0.01", "dies=interrupted", "trainer.max_epochs=100000", "hydra.launcher.devices=2")
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_an_interrupt_ends_all_workers_of_all_jobs(tmp_path: Path) -> None:
+    sweep = multiprocessing.get_context("fork").Process(target=endless, args=(tmp_path,))
+    sweep.start()
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 4, 60)
+        pids = [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
+        os.kill(sweep.pid or 0, signal.SIGINT)
+        sweep.join(30)
+        assert sweep.exitcode not in (None, 0)
+        wait_for(lambda: not any(map(alive, pids)))
+    finally:
+        sweep.kill()
 
 
 JOBS = """

@@ -1,10 +1,10 @@
 """Arbiter of JigSaw: workers of several jobs share devices piece by piece, and are placed by what their pieces take.
 
-A job has a worker for each device. A worker asks for its device before a forward, and returns it after the backward: a
-piece. An iteration of a job is a gang of pieces. It is complete, and gets its place in the order, when the job's last
-worker has asked. So all devices run gangs in one order, and workers that wait for each other within a piece are never
-in each other's way. No worker waits for another for more than `PATIENCE_SECONDS`, for one that is gone not at all: it
-then runs without a device, and the job's next collective call finds out.
+A job has a worker for each device, which asks for its device before a forward and returns it after the backward: a
+piece. The pieces of an iteration are a gang, which is complete, and gets its place in the order, when the job's last
+worker has asked. So all devices run gangs in one order, and workers that wait for each other within a piece never wait
+for another job that waits for them. No worker waits for another one of its job for more than `PATIENCE_SECONDS`, for
+one that is gone not at all: it runs without a device, and the job's next collective call finds out.
 """
 
 import math
@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
 
 from lightning_decentral.shared.plan.timeline import Span
 from lightning_decentral.sweep.plan.arbiter import Arbiter, Instruction, MemberAccount, Orders, Phase, TurnReport
@@ -20,8 +21,9 @@ from lightning_decentral.sweep.plan.policy import FIFO
 from lightning_decentral.sweep.plan.simulation import Ran, Spans
 
 PATIENCE_SECONDS = 10.0  # or three pieces, if those are longer
-LEAST, WINDOW = 3, 8  # pieces of a worker: before its job is placed; the latest ones, whose median counts
-CHANGED, WORTH = 0.2, 0.03  # of a piece's seconds: plan again; of a cycle: move workers
+LEAST, WINDOW = 3, 8  # pieces of each worker: before its job is placed; the latest ones, whose median counts
+WORTH = 0.03  # of a cycle: a smaller gain moves no worker
+EMPTY: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass
@@ -30,7 +32,6 @@ class Crew:
 
     places: list[int]  # number of each worker's device
     latest: list[deque[float]]  # seconds of each worker's latest pieces
-    planned: tuple[float, ...] = ()  # seconds of the pieces when the job was placed; empty: it wasn't
     asking: set[int] = field(default_factory=set)  # workers that wait for the others' requests
     passed: set[int] = field(default_factory=set)  # workers that didn't wait for them
     gone: set[int] = field(default_factory=set)
@@ -40,69 +41,53 @@ class Crew:
         """Return the median seconds of each worker's pieces; empty before all have computed `LEAST`."""
         return tuple(map(median, self.latest)) if min(map(len, self.latest)) >= LEAST else ()
 
-    def changed(self) -> bool:
-        """Return whether the pieces take another time than when the job was placed."""
-        found = self.seconds()
-        pairs = zip(found, self.planned, strict=False)
-        return bool(found) and (not self.planned or any(abs(new - old) > CHANGED * old for new, old in pairs))
-
 
 class GangArbiter(Arbiter):
-    """Arbiter that is asked by each worker, `member/rank`, for the device that it chooses.
+    """Arbiter that each worker, `member/rank`, asks for the device that it chooses; all `together` begin at once.
 
-    Args:
-        devices: names, one for each worker of a job.
-        given: forecast seconds of a job's pieces in any unit, which place it until they are measured, and for good on
-            CUDA devices, where a worker can't move.
-        together: members that must have asked before any of them runs; then the clock starts.
+    `given` are forecast seconds of a job's pieces, which place it until they are measured, on CUDA devices for good.
     """
 
     def __init__(
         self,
-        devices: Sequence[str],
-        given: Mapping[str, Sequence[float]] = {},  # never changed
+        devices: Sequence[str],  # one for each worker of a job
+        given: Mapping[str, Sequence[float]] = EMPTY,
         together: Sequence[str] = (),
-        cores: Mapping[str, Sequence[int]] = {},
+        cores: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         super().__init__(FIFO(), devices)
-        self.cores, self.opened = cores, math.inf
+        self.cores, self.opened = dict(cores), math.inf  # when the clock started
         self.pieces, self.measured = Counter[str](), dict[str, tuple[float, ...]]()  # of each worker of a job
         self._given, self._absent, self._crews = given, set(together), dict[str, Crew]()
         self._queue: list[tuple[str, int, int]] = []  # (job, worker, device) of pieces whose gang is complete
         self._running: dict[int, tuple[str, int, float]] = {}  # {device: (job, worker, since when)}
-        self._stale, self._concluded = False, list[str]()  # the jobs that the last remark was about
-
-    # ---- events -----------------------------------------------------------------------------------------------------
+        self._stale, self._concluded = False, ""
 
     def join(self, name: str, width: int = 1) -> MemberAccount:
-        account, seconds = super().join(name, width), self._given.get(name)
-        places = list(range(width))
-        if seconds is not None:
-            loads = [0.0] * width
-            for other, crew in self._crews.items():
-                for place, piece in zip(crew.places, crew.seconds() or self._given.get(other, ()), strict=False):
-                    loads[place] += piece
-            places = inverse(on_emptiest(seconds, loads))
+        account, loads = super().join(name, width), [0.0] * width
+        for other, crew in self._crews.items():
+            for place, seconds in zip(crew.places, crew.seconds() or self._given.get(other, ()), strict=False):
+                loads[place] += seconds
+        given = self._given.get(name)
+        places = list(range(width)) if given is None else inverse(on_emptiest(given, loads))
         self._crews[name] = Crew(places, [deque(maxlen=WINDOW) for _ in places])
-        if self._pinned:
-            account.home = tuple(self.devices[place] for place in places)
+        account.home = tuple(self.devices[place] for place in places) if self._pinned else ()
         return account
 
     def request(self, name: str) -> None:
         _, rank, crew = self._worker(name)
-        crew.gone.discard(rank)
-        crew.passed.discard(rank)
         crew.asking.add(rank)
+        for others in (crew.gone, crew.passed):
+            others.discard(rank)
 
     def give_back(self, name: str, turn: TurnReport, now: float) -> None:
         job, rank, crew = self._worker(name)
         self._free(job, [rank], now)
-        if rank == 0:
-            self.members[job].turn = turn
         if turn.piece_seconds is not None:
-            self.pieces[job] += rank == 0
             crew.latest[rank].append(turn.piece_seconds)
-            self._stale = self._stale or crew.changed()
+        if rank == 0:
+            self.members[job].turn, self._stale = turn, True
+            self.pieces[job] += turn.piece_seconds is not None
 
     def left(self, name: str) -> None:
         job, rank, crew = self._worker(name)
@@ -119,12 +104,9 @@ class GangArbiter(Arbiter):
         self.left(name)
 
     def leave(self, name: str, now: float) -> None:
-        crew = self._crews.pop(name)
-        self.measured[name] = crew.seconds()
-        self._free(name, range(len(crew.places)), now)
-        self._queue = [piece for piece in self._queue if piece[0] != name]
+        self.gone(f"{name}/0", now)
+        self.measured[name], self._stale = self._crews.pop(name).seconds(), True
         self._absent.discard(name)
-        self._stale = True
         super().leave(name, now)
 
     def settle(self, now: float) -> Orders:
@@ -143,47 +125,45 @@ class GangArbiter(Arbiter):
     def seats(self, name: str) -> list[str]:
         return [f"{name}/{rank}" for rank in range(self.members[name].width)]
 
+    def place(self, name: str) -> str | None:
+        own = [self.devices[device] for device, (job, rank, _) in self._running.items() if f"{job}/{rank}" == name]
+        return own[0] if own else None
+
     def ran(self) -> Spans:
         """Spans of all pieces of ended jobs on `device 0`, `device 1` and so on, in seconds since the clock started."""
-        row = {device: f"device {number}" for number, device in enumerate(self.devices)}
         return {
-            Ran(job, number): Span(row[span.worker], span.start - self.opened, span.finish - self.opened)
+            Ran(job, number): Span(
+                f"device {self.devices.index(at.worker)}", at.start - self.opened, at.finish - self.opened
+            )
             for job, member in self.ended.items()
-            for number, span in enumerate(member.spans)
+            for number, at in enumerate(member.spans)
         }
-
-    def place(self, name: str) -> str | None:
-        job, rank, _ = self._worker(name)
-        own = [device for device, piece in self._running.items() if piece[:2] == (job, rank)]
-        return self.devices[own[0]] if own else None
-
-    # ---- decisions --------------------------------------------------------------------------------------------------
 
     def _gather(self, now: float) -> Iterator[tuple[str, Instruction]]:
         """Queue gangs that are complete; let workers run at once whose fellows are gone, or don't ask."""
         for job, crew in self._crews.items():
             crew.since = min(crew.since, now) if crew.asking else math.inf
-            if crew.asking and len(crew.asking | crew.passed) == len(crew.places):
-                self._queue += [(job, rank, crew.places[rank]) for rank in sorted(crew.asking)]
+            asking = sorted(crew.asking)
+            if asking and len(crew.asking | crew.passed) == len(crew.places):
+                self._queue += [(job, rank, crew.places[rank]) for rank in asking]
                 self._absent.discard(job)
                 crew.asking, crew.passed, crew.since = set(), set(), math.inf
-            elif crew.asking and (crew.gone or now >= crew.since + PATIENCE_SECONDS):
-                yield from [(f"{job}/{rank}", Instruction.RUN) for rank in sorted(crew.asking)]
+            elif asking and (crew.gone or now >= crew.since + PATIENCE_SECONDS):
+                yield from [(f"{job}/{rank}", Instruction.RUN) for rank in asking]
                 crew.asking, crew.passed, crew.since = set(), crew.passed | crew.asking, math.inf
 
     def _grant(self, now: float) -> Iterator[tuple[str, Instruction]]:
         """Run queued pieces on free devices, in the queue's order."""
         if self._absent:
             return
-        if self.opened == math.inf:  # now all are there: in the order in which they have joined
+        if self.opened == math.inf:  # all are there: in the order in which they have joined
             self.opened, order = now, list(self.members)
             self._queue.sort(key=lambda piece: order.index(piece[0]))
         for piece in list(self._queue):
             job, rank, device = piece
             if device not in self._running:
                 self._queue.remove(piece)
-                self._running[device] = job, rank, now
-                self.members[job].phase = Phase.RUNNING
+                self._running[device], self.members[job].phase = (job, rank, now), Phase.RUNNING
                 yield f"{job}/{rank}", Instruction.RUN
 
     def _free(self, job: str, ranks: Sequence[int], now: float) -> None:
@@ -201,20 +181,18 @@ class GangArbiter(Arbiter):
         """Place the workers of all measured jobs anew, if that makes the cycle shorter."""
         self._stale = False
         gangs = [Gang(job, seconds) for job, crew in self._crews.items() if (seconds := crew.seconds())]
-        for gang in gangs:
-            self._crews[gang.name].planned = gang.seconds
         if len(gangs) < 2:
             return
-        now = Turns(tuple(gangs), tuple(tuple(inverse(self._crews[gang.name].places)) for gang in gangs), ())
+        plan = Turns(tuple(gangs), tuple(tuple(inverse(self._crews[gang.name].places)) for gang in gangs), ())
         best = min((pairing.turns(gangs) for pairing in PAIRINGS.values()), key=lambda turns: turns.cycle_seconds)
-        moves = not self._pinned and best.cycle_seconds < (1 - WORTH) * now.cycle_seconds
-        for gang, pieces in zip(gangs, best.pieces if moves else (), strict=False):
-            self._crews[gang.name].places = inverse(pieces)
-        verdict = sentence(best if moves else now)
-        jobs = [gang.name for gang in gangs]
-        if moves or self._concluded != jobs:
-            self.remarks.append(verdict)
-        self._concluded = jobs
+        if not self._pinned and best.cycle_seconds < (1 - WORTH) * plan.cycle_seconds:
+            plan = best
+            for gang, pieces in zip(gangs, best.pieces, strict=True):
+                self._crews[gang.name].places = inverse(pieces)
+        verdict, _, cycle = sentence(plan).partition(" takes ")
+        if verdict != self._concluded:
+            self._concluded = verdict
+            self.remarks.append(f"{verdict} takes {cycle}")
 
     def _worker(self, name: str) -> tuple[str, int, Crew]:
         job, _, rank = name.partition("/")

@@ -14,7 +14,7 @@ Source: JigSaw, in the sense of Kumar et al. 2111.10672; the formulas are derive
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import ceil, factorial, isfinite
@@ -244,10 +244,9 @@ def sentence(turns: Turns) -> str:
     return f"JigSaw: an iteration of each of {jobs} takes {cycle:.3g} s, one job after the other {unaware:.3g} s"
 
 
-def stays(jobs: Sequence[tuple[Gang, float]], seconds: Callable[[Sequence[Gang]], float]) -> dict[str, Span]:
-    """Return each job's stay, from its arrival to its last iteration; arrivals in seconds.
-
-    A cycle takes `seconds(jobs that are there)`; places are chosen anew at the cycle after a job comes or ends.
+def stays(jobs: Sequence[tuple[Gang, float]], pairings: Sequence[Pairing]) -> dict[str, Span]:
+    """Return each job's stay, from its arrival (in seconds) to the end of its last iteration; the best of the pairings
+    places all jobs anew whenever one comes or ends.
     """
     waiting, left, now = sorted(jobs, key=lambda job: job[1]), dict[Gang, int](), 0.0
     found: dict[str, Span] = {}
@@ -256,13 +255,10 @@ def stays(jobs: Sequence[tuple[Gang, float]], seconds: Callable[[Sequence[Gang]]
         while waiting and waiting[0][1] <= now:
             gang, arrival = waiting.pop(0)
             left[gang], found[gang.name] = gang.iterations, Span(gang.name, arrival, arrival)
-        cycle = seconds(list(left))
-        cycles = min(left.values())
-        if waiting and cycle:
-            cycles = min(cycles, ceil((waiting[0][1] - now) / cycle))
+        cycle = min(pairing.turns([*left]).cycle_seconds for pairing in pairings)
+        # Whole cycles, until a job ends or the next one comes.
+        cycles = min([*left.values(), *(ceil((arrival - now) / cycle) for _, arrival in waiting[:1] if cycle)])
         now += cycles * cycle
-        left = {gang: rest - cycles for gang, rest in left.items()}
-        for gang in [gang for gang, rest in left.items() if not rest]:
-            del left[gang]
-            found[gang.name] = replace(found[gang.name], finish=now)
+        found |= {gang.name: replace(found[gang.name], finish=now) for gang in left}
+        left = {gang: rest - cycles for gang, rest in left.items() if rest > cycles}
     return found
