@@ -142,6 +142,7 @@ def read_tables(path: str | Path, *, trained: bool = False) -> list[Table]:
     for job, place in _entries(path):
         found, ways = job.get("seconds"), job.get("parallelism", {})
         if trained and found is None and "overrides" in job:
+            _known(job, ALLOCATED, place)
             continue
         if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
             raise ValueError(
