@@ -156,17 +156,19 @@ class SpaseCarrier(Carrier):
         tables, outcomes = self._tables(members, starts)
         if not tables:
             return outcomes, {}
+        left = [member for member in members if member.name in tables]
+        variants = {
+            (member.name, k): Case(member, way, self._candidates[way], k).composed(member.folder, member.name)
+            for member in left
+            for k, way in tables[member.name].parallelism.items()
+        }
         quantum, interval = self._quantum_seconds, self._interval_seconds
         arbiter = Allocated(list(tables.values()), self.devices, interval_seconds=interval, quantum_seconds=quantum)
 
         def start(member: SweepMember, *others: Any) -> Any:
-            devices = len(arbiter.started[member.name].devices)
-            candidate = tables[member.name].parallelism[devices]
-            case = Case(member, candidate, self._candidates[candidate], devices)
-            return starts(case.composed(member.folder, member.name), *others)
+            return starts(variants[member.name, len(arbiter.started[member.name].devices)], *others)
 
         with progress.LiveTable() as watcher:
-            left = [member for member in members if member.name in tables]
             sweep = Sweep(left, arbiter, start, watcher, len(self.devices), scores)
             outcomes |= sweep.run()
         first = arbiter.plan.spans().items()
@@ -188,7 +190,8 @@ class SpaseCarrier(Carrier):
                     name, {k: s for k, (s, _) in rows.items()}, {k: way for k, (_, way) in rows.items()}
                 )
             else:
-                error = MemberFailed("ValueError", f"no candidate runs it: {'; '.join(found.reasons[name])}")
+                why = "; ".join(found.reasons.get(name, ["none is for so few devices"]))
+                error = MemberFailed("ValueError", f"no candidate runs it: {why}")
                 outcomes[name] = returned(member, JobStatus.FAILED, error)
                 write_record(member, outcomes[name])
         OmegaConf.save({"jobs": [asdict(table) for table in tables.values()]}, folder / "tables.yaml")

@@ -61,12 +61,13 @@ class Line(LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """In order: the workers' k-th batches are together what one worker's is."""
         examples: Any = TensorDataset(self.examples)
-        sampler = DistributedSampler(examples, self.trainer.world_size, self.global_rank, shuffle=False)
+        sampler: Any = DistributedSampler(examples, self.trainer.world_size, self.global_rank, shuffle=False)
         return DataLoader(examples, self.batch_size, sampler=sampler)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.sizes.append(len(batch[0]))
-        return (self.line(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        loss: Tensor = (self.line(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        return loss
 
     def on_train_end(self) -> None:
         if self.global_rank == 0:
@@ -84,10 +85,10 @@ def train(cfg: DictConfig) -> float:
     return fit(cfg, folder)
 
 
-def fit(cfg: DictConfig, folder: Path) -> float:
+def fit(cfg: Any, folder: Path) -> float:
     seed_everything(0)
     Trainer(**{**QUIET, **cfg.trainer}, strategy=cfg.strategy).fit(Line(cfg.lr, cfg.data.batch_size, folder))
-    return cfg.lr
+    return float(cfg.lr)
 
 
 def alone(folder: Path, lr: float) -> None:
@@ -163,6 +164,20 @@ def test_a_member_that_no_candidate_runs_fails_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("entry_points")
+def test_a_table_that_a_member_cannot_follow_is_refused_before_anyone_starts(tmp_path: Path) -> None:
+    row = "{name: 0, seconds: {1: 2.0, 2: 1.0}, parallelism: {1: one, 2: ddp}}"
+    (tmp_path / "tables.yaml").write_text(f"jobs: [{row}]")
+    words = candidates(one="[]", ddp=DDP), "hydra.launcher.policy.table=tables.yaml"
+    with pytest.raises(RuntimeError, match=r"ValueError: data\.batch_size=9 can't be divided among 2 devices"):
+        in_processes(swept, tmp_path, "data.batch_size=9", *words)
+    with pytest.raises(RuntimeError, match=r"policy\.table: ddp is none of policy\.candidates"):
+        in_processes(swept, tmp_path, candidates(one="[]"), "hydra.launcher.policy.table=tables.yaml")
+    with pytest.raises(RuntimeError, match=r"member 0 asks for trainer\.devices=2, which spase chooses: leave it out"):
+        in_processes(swept, tmp_path, candidates(one="[]"), "trainer.devices=2")
+    assert not list(tmp_path.rglob("found.pt"))
+
+
+@pytest.mark.usefixtures("entry_points")
 def test_a_trial_that_hangs_is_ended(tmp_path: Path) -> None:
     words = candidates(one="[]"), "hydra.launcher.policy.trial_limit_seconds=1.5"
     with pytest.raises(
@@ -189,6 +204,7 @@ def test_an_interrupt_ends_the_trials(tmp_path: Path) -> None:
     try:
         files = [tmp_path / "sweep" / "trials" / name / "one-1" / "pid" for name in "01"]
         until(lambda: all(file.exists() and file.read_text() for file in files))
+        assert sweep.pid is not None
         os.kill(sweep.pid, signal.SIGINT)
         sweep.join(30)
         assert sweep.exitcode not in (None, 0)
