@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # of a gap: the solver is off by 1e-6 of M in each of the rows
 @checked
 @dataclass(frozen=True)
 class Table:
-    """Table of a job: {number of devices: seconds of the whole job}, and {number of devices: its parallelism there}."""
+    """Table of a job: {number of devices: seconds of the whole job}, and its parallelism there."""
 
     name: str
     seconds: Mapping[int, float]
