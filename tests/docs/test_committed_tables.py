@@ -80,9 +80,7 @@ def off(row: dict[str, float]) -> str:
     return f"{100 * (row['real_seconds'] / row['simulated_seconds'] - 1):+.1f} %"
 
 
-def test_schedules_rehearsed_and_real() -> None:
-    aways = sorted((off(row) for row in result("rehearsal-2-cores.json")["rows"]), key=lambda away: float(away[:-2]))
-    assert f"is off by {aways[0][:-2]} to {aways[-1]} (" in " ".join(page("scheduling.md").split())
+def test_schedules_for_real() -> None:
     shown = {row[0].strip("`"): row[1:] for row in rows(page("scheduling.md"))}
     for row in result("rehearsal-real-2-cores.json")["rows"]:
         assert shown[row["policy"]] == [f"{row['simulated_seconds']:.2f}", f"{row['real_seconds']:.2f}", off(row)]
