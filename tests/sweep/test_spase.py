@@ -155,10 +155,12 @@ def test_trials_leave_out_what_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("entry_points")
-def test_a_member_that_no_candidate_runs_fails_alone(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"no candidate runs it: one on 1: ArithmeticError: no luck"):
-        in_processes(swept, tmp_path, "fails=false,true", candidates(one="[]"))
-    assert (tmp_path / "sweep" / "0" / "found.pt").exists()
+def test_a_member_that_no_candidate_runs_fails_alone_and_is_tried_again_when_resumed(tmp_path: Path) -> None:
+    for more in ((), ("hydra.launcher.resume=true",)):
+        with pytest.raises(RuntimeError, match=r"no candidate runs it: one on 1: ArithmeticError: no luck"):
+            in_processes(swept, tmp_path, "fails=false,true", candidates(one="[]"), *more)
+        assert (tmp_path / "sweep" / "0" / "found.pt").exists() == (not more), "the first isn't run again"
+        (tmp_path / "sweep" / "0" / "found.pt").unlink(missing_ok=True)
     record = json.loads((tmp_path / "sweep" / "1" / "member.json").read_text())
     assert record["status"] == "FAILED"
 
