@@ -97,6 +97,8 @@ def jigsaw(options: argparse.Namespace) -> Planned:
         return jigsaw_plan(options, read_gangs(options.jobs))[1]
     outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
     jobs = read_jobs(options.jobs).trainings
+    if late := [job.name for job in jobs if job.arrival_seconds]:
+        raise ValueError(f"job {late[0]} has arrival_seconds, but under jigsaw all jobs begin together: leave them out")
     trainings = GangTrainings(jobs, options.devices or 2, outputs, options.application, options.measured)
     for line in trainings.announced:
         say(Console(highlight=False, stderr=True), line)

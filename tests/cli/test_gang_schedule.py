@@ -16,6 +16,7 @@ from tests.docs.pages import ROOT, blocks
 _, GANGS, TABLES = blocks(ROOT / "docs" / "scheduling.md", "yaml")
 UNEQUAL = "jobs: [{name: a, seconds: [1.0, 2.0, 6.0]}, {name: b, seconds: [1.0, 4.0, 5.0], iterations: 3}]"
 HARD = "jobs: [" + ", ".join(f"{{name: {j}, seconds: {{1: {s}}}}}" for j, s in enumerate("33222")) + "]"
+LATE = "jobs: [{name: a, overrides: [trainer.max_steps=4], arrival_seconds: 2}]"
 ONE = "jobs: [{name: a, pieces: [1]}]"
 
 
