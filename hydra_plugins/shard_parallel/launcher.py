@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -21,10 +22,20 @@ POLICIES = {
 }
 # Names that hydra.launcher.policy takes, too, and the class that carries such a sweep out; policies have `GRANTED`.
 GRANTED = "lightning_decentral.sweep.launcher.Carrier"
-CARRIERS = {"jigsaw": "lightning_decentral.sweep.jigsaw.JigSaw"}
+CARRIERS = {
+    "jigsaw": "lightning_decentral.sweep.jigsaw.JigSaw",
+    "spase": "lightning_decentral.sweep.spase.SpaseCarrier",
+}
 # What hydra.launcher.policy.KEY may set, and what it is by default.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1}
+    "asha": {"metric": None, "mode": None, "reduction_factor": 3, "min_validations": 1},
+    "spase": {
+        "candidates": None,
+        "table": None,
+        "trial_steps": 10,
+        "trial_limit_seconds": 300.0,
+        "interval_seconds": 60.0,
+    },
 }
 
 
@@ -47,6 +58,9 @@ _STORE = ConfigStore.instance()
 _STORE.store(group="hydra/launcher", name="shard_parallel", node=ShardParallelConf, provider="shard_parallel")
 for _name, _class in POLICIES.items():
     _node = {"_target_": f"lightning_decentral.sweep.plan.policy.{_class}", **ARGUMENTS.get(_name, {})}
+    _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
+for _name in CARRIERS.keys() & ARGUMENTS:
+    _node = {"_target_": CARRIERS[_name], "_partial_": True, **ARGUMENTS[_name]}
     _STORE.store(group="hydra/launcher/policy", name=_name, node=_node, provider="shard_parallel")
 
 
@@ -86,7 +100,9 @@ class ShardParallelLauncher(Launcher):
         # From Hydra 1.4 on a plug-in gets its parts as they are configured.
         made = instantiate(policy) if OmegaConf.is_config(policy) else policy
         self._granting = (devices, memory_bytes, made, quantum_seconds)
-        self._carrier = CARRIERS[policy] if isinstance(policy, str) else GRANTED
+        # A carrier with options comes as a function of the others.
+        named = get_class(CARRIERS[policy] if isinstance(policy, str) else GRANTED)
+        self._carrier = made if isinstance(made, partial) else named
         self._launching: dict[str, Any] = {
             "alive_per_device": alive_per_device,
             "resume": resume,
@@ -103,7 +119,7 @@ class ShardParallelLauncher(Launcher):
 
         # A sweeper that chooses by what came before asks many times: all its jobs are one sweep.
         self._sweep = self._sweep or Launch(**self._launching)
-        carrier = get_class(self._carrier)(*self._granting)
+        carrier = self._carrier(*self._granting)
         hydra = self._hydra_context, self._task_function, self._config
         found: Sequence[JobReturn] = self._sweep(carrier, *hydra, job_overrides, initial_job_idx)
         return found

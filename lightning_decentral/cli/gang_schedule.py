@@ -26,7 +26,8 @@ from lightning_decentral.sweep.plan.jobs_file import are_trainings, read_gangs, 
 from lightning_decentral.sweep.plan.simulation import finish_seconds
 from lightning_decentral.sweep.plan.traces import LAYOUTS, Submitted, read_trace
 from lightning_decentral.sweep.plan.traces import gangs as gangs_of
-from lightning_decentral.sweep.trainings import GangTrainings
+from lightning_decentral.sweep.plan.traces import tables as tables_of
+from lightning_decentral.sweep.trainings import AllocatedTrainings, GangTrainings
 
 Choice = TypeVar("Choice")
 
@@ -34,6 +35,7 @@ SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
 UNAWARE = ("rank r on device r", [jig.Unaware()])
 SYNTHESISED = "seconds per iteration are synthesised from the profiles: the trace has arrivals and iterations only"
+EVENLY = "a job's work is divided evenly among up to as many devices as it asked for, and arrivals aren't counted"
 EXACT_SECONDS = 10.0  # for the solver
 MOST_BINARIES = 500  # variables of a program that it mostly solves in that time
 MOST_PIECES = 1_000_000
@@ -70,9 +72,8 @@ def run(options: argparse.Namespace) -> None:
             f"--policy {options.policy}: {' and '.join(PLANS)} are for jobs of several devices at once, in files of "
             "their own: name one policy"
         )
-    given = {"--run": options.rehearse, "--trace": options.trace, "--memory-bytes": options.memory_bytes}
-    if wrong := [option for option in REFUSED[options.policy] if given[option]]:
-        raise ValueError(f"{wrong[0]} is for jobs of one device at a time: leave it out with --policy {options.policy}")
+    if options.memory_bytes:
+        raise ValueError(f"--memory-bytes is for jobs of one device at a time: leave it out with {options.policy}")
     if (options.jobs is None) == (options.trace is None):
         raise ValueError(f"give a file of jobs: lightning-decentral schedule jobs.yaml --policy {options.policy}")
     tables, remarks, found = PLANS[options.policy](options)
@@ -166,11 +167,35 @@ def turns_table(name: str, turns: jig.Turns) -> Table:
 
 
 def spase(options: argparse.Namespace) -> Planned:
-    """Compare the allocations of the file's tables; show the best one's devices and starts."""
-    tables = read_tables(options.jobs)
+    """Compare the allocations of the file's tables, or of a trace's; show the best one's devices and starts. With
+    `--run` the file's trainings are carried out, tried first where they have no table."""
     devices = 1 if options.devices is None else options.devices
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}: give --devices 1 or more")
+    if options.rehearse:
+        return spase_run(options, devices)
+    if options.trace is None:
+        return spase_plan(read_tables(options.jobs), devices)
+    rows, remarks, found = spase_plan(tables_of(*trace_of(options), options.seed), devices)
+    return rows, (*remarks, SYNTHESISED, EVENLY), found
+
+
+def spase_run(options: argparse.Namespace, devices: int) -> Planned:
+    """Carry the file's trainings out; what was planned beside what happened. ValueError: a job without overrides."""
+    jobs = read_jobs(options.jobs) if options.jobs is not None and are_trainings(options.jobs) else None
+    if jobs is None or jobs.queues:
+        raise ValueError("--run: jobs need trainings behind them: give each its overrides, or leave out --run")
+    outputs = Path("outputs") / f"schedule-{datetime.now():%Y%m%d-%H%M%S}"
+    trainings = AllocatedTrainings(jobs.trainings, devices, outputs, options.application, options.measured)
+    table, *spans = trainings.carry_out(options.jobs)
+    planned, real = (max(span.finish for span in one.values()) for one in spans)
+    titled = zip(("spase, planned", "spase, real"), spans, strict=True)
+    drawn = {title: [(name.rpartition("/")[0], name, at) for name, at in one.items()] for title, one in titled}
+    return (table,), (verdict(planned, real, trainings.measure),), drawn
+
+
+def spase_plan(tables: Sequence[allocation.Table], devices: int) -> Planned:
+    """Compare the allocations of tables."""
     found = {"greedy": allocation.GreedySpase().plan(tables, devices)}
     remark = why_not_exact(len(tables) * (devices + len(tables) // 2))
     if not remark:
@@ -269,5 +294,4 @@ def written(
     return lines
 
 
-REFUSED = {"jigsaw": ("--memory-bytes",), "spase": ("--run", "--trace", "--memory-bytes")}
 PLANS: dict[str, Callable[[argparse.Namespace], Planned]] = {"jigsaw": jigsaw, "spase": spase}

@@ -59,7 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--measured",
         type=whole,
         default=MEASURED,
-        help="steps of each training without a profile (default: %(default)s)",
+        help="steps of each training without a profile, or of each trial under spase (default: %(default)s)",
     )
     parser.set_defaults(run=run, outputs=("plot", "chrome"))
 

@@ -2,7 +2,8 @@
 
 `launcher` turns Hydra's overrides into members, `server` runs them in `processes`, `time_slicing` gives each its device
 between batches and reports its scores, `eviction` moves its tensors to the host; `progress` and `gantt` show the
-sweep; `trainings` runs the jobs of a schedule. `jigsaw` carries out members of several workers, which ask in `pieces`.
+sweep; `trainings` runs the jobs of a schedule. `jigsaw` carries out members of several workers, which ask in `pieces`;
+`spase` tries members on several devices each, and carries out the plan (`plan/spase`, `plan/allocation`).
 
     member     one training of a sweep: overrides, a folder, a record (`member.SweepMember`); its process has a `Gate`,
                whose `Seat` asks for the device; the scheduler keeps a `MemberAccount` of it

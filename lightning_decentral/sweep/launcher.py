@@ -1,5 +1,6 @@
 """Hydra launcher `shard_parallel`: turns Hydra's overrides into members, runs them as a sweep, and reports the end."""
 
+import json
 import logging
 import os
 import threading
@@ -9,11 +10,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
+from rich.table import Table
 
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import Span, chrome_trace, later, read_chrome_trace, write_chrome_trace
@@ -43,6 +46,8 @@ class Carrier:
     `hydra.launcher.policy` may name another class than this one, which gets that name in place of a policy.
     """
 
+    planned: Mapping[str, Span] = MappingProxyType({})  # as the spans of `run`, where a plan has them
+    shown: Table | None = None  # what was planned beside what happened
     width = 1  # devices that each member has at a time, as a rule: so many fewer are alive at once
 
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
@@ -75,6 +80,7 @@ class Launch:
         self._members: list[SweepMember] = []
         self._outcomes: dict[str, JobReturn] = {}
         self._spans: dict[str, Span] = {}
+        self._planned: dict[str, Span] = {}
         self._began = time.perf_counter()
 
     def __call__(
@@ -115,6 +121,9 @@ class Launch:
             log.info(f"\t{member.title}")
         outcomes, ran = carrier.run(left, starts, self._alive_per_device, self._scores)
         self._outcomes |= outcomes
+        self._planned |= later(carrier.planned, -self._began)
+        if carrier.shown is not None:
+            table.LiveTable().console.print(carrier.shown)
         spans = later(ran, -self._began)
         # A resumed member has spans of its earlier run.
         numbered = enumerate(spans.items(), start=len(self._spans))
@@ -142,8 +151,11 @@ class Launch:
             elif self._checkpoint not in member.config:
                 state = f"from its start (no key {self._checkpoint} takes one)"
             else:
-                with open_dict(member.config):
+                with open_dict(member.config), read_write(member.config.hydra.overrides.hydra):
                     member.config[self._checkpoint] = str(last)
+                    # A carrier may compose it again: this list counts before the member's own.
+                    quoted = json.dumps(str(last), ensure_ascii=False)
+                    member.config.hydra.overrides.hydra.append(f"{self._checkpoint}={quoted}")
                 state = f"from {last}"
             log.info(f"\t{member.title} : {state}")
         return done
@@ -156,8 +168,11 @@ class Launch:
         console.print(table.ranking(ranked))
         write_chrome_trace(chrome_trace(self._spans, "sweep"), folder / TRACE)
         try:
-            panels = {"Members of the sweep by device": gantt.bars_of_sweep(self._spans)}
-            gantt.draw(panels, folder / "gantt.png")
+            panels = {"Planned": self._planned, "Members of the sweep by device": self._spans}
+            drawn = {
+                title: gantt.bars_of_sweep(spans) for title, spans in panels.items() if spans or spans is self._spans
+            }
+            gantt.draw(drawn, folder / "gantt.png")
         except ValueError as error:
             log.info(f"no gantt.png: {error}")
         log.info(f"ranking, trace and Gantt chart: {folder}")

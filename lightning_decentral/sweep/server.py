@@ -58,7 +58,7 @@ class Sweep:
         self.scores = scores or Scoreboard()
         self.outcomes: dict[str, JobReturn] = {}
         self.processes: dict[str, Any] = {}
-        self._queue = list(members)
+        self._queue = {member.name: member for member in members}
         self._selector = selectors.DefaultSelector()
         gone = lambda name: self.arbiter.gone(name, self.now)  # noqa: E731
         self.seats = Seats(self._selector, self._expects, self.receive, gone)
@@ -79,7 +79,7 @@ class Sweep:
             listener.listen()
             self._selector.register(listener, selectors.EVENT_READ, self.seats.accept)
             self._lifeline = Pipe(duplex=False)
-            for member in self._queue:
+            for member in self._queue.values():
                 begin_record(member)
             try:
                 with terminated_as_interrupted():
@@ -90,13 +90,13 @@ class Sweep:
 
     def _work(self) -> None:
         while self._queue or self.processes:
-            while self._queue and len(self.processes) < self._alive:
-                self._start(self._queue.pop(0))
+            while len(self.processes) < self._alive and (name := self.arbiter.next_start(list(self._queue), self.now)):
+                self._start(self._queue.pop(name))
             for key, _ in self._selector.select(min(REFRESH_SECONDS, self.arbiter.rests_seconds(self.now))):
                 if self._selector.get_map().get(key.fd) is key:  # an earlier event may have closed it
                     key.data(key.fileobj)
             for name, order in self.arbiter.settle(self.now):
-                self.seats.write(name, {"order": order.value, "device": self.arbiter.place(name)})
+                self._give(name, order)
             if self.now - self._shown >= REFRESH_SECONDS:
                 # A sentinel doesn't fire while a process that the member left behind keeps it open.
                 for name in [name for name, process in self.processes.items() if process.exitcode is not None]:
@@ -105,14 +105,19 @@ class Sweep:
                 self._shown = self.now
         self._watcher.show(self)
 
+    def _give(self, name: str, order: Instruction) -> None:
+        if order is Instruction.END:
+            kill_group(self.processes[name].pid)
+        else:
+            self.seats.write(name, {"order": order.value, "device": self.arbiter.place(name)})
+
     def _start(self, member: SweepMember) -> None:
         account = self.arbiter.join(member.name, member.width)
         admission = Admission(
             socket=self._path,
             member=member.name,
-            width=member.width,
-            # A member keeps several devices: its workers would wait for each other.
-            quantum_seconds=self.arbiter.quantum_seconds if member.width == 1 else float("inf"),
+            width=account.width,
+            quantum_seconds=self.arbiter.lasts_seconds(account.width),
             memory_bytes=self.arbiter.memory_bytes,
             threads=max(1, cores() // len(self.arbiter.devices)),
             watched=self.arbiter.policy.watched,

@@ -16,11 +16,13 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
 
 from lightning_decentral.shared.application import Application
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.hardware import cores
 from lightning_decentral.shared.errors import one_line
+from lightning_decentral.shared.plan.timeline import Span, later
 from lightning_decentral.sweep import progress as table
 from lightning_decentral.sweep.jigsaw import cores_of, refuse
 from lightning_decentral.sweep.launcher import refuse_without_gate, slots, starts_on
@@ -30,10 +32,11 @@ from lightning_decentral.sweep.plan.dispatch import Processor, Queue, WorkPiece
 from lightning_decentral.sweep.plan.gang_arbiter import GangArbiter
 from lightning_decentral.sweep.plan.gangs import Gang, Turns
 from lightning_decentral.sweep.plan.jobs_file import Training
-from lightning_decentral.sweep.plan.policy import Policy, RoundRobin
+from lightning_decentral.sweep.plan.policy import Policy, RoundRobin, Scoreboard
 from lightning_decentral.sweep.plan.scheduled_arbiter import Scheduled, refuse_early
 from lightning_decentral.sweep.plan.simulation import Spans
 from lightning_decentral.sweep.server import Sweep
+from lightning_decentral.sweep.spase import SpaseCarrier
 
 # Exactly this many steps: an end of the epochs before would end the training.
 STEPS_ALONE = ["trainer.max_epochs=-1", "++trainer.limit_val_batches=0", "++trainer.limit_test_batches=0"]
@@ -171,11 +174,37 @@ class GangTrainings(Trainings):
         refuse(members, self._devices)
 
 
+class AllocatedTrainings(Trainings):
+    """Trainings that SPASE carries out: each on the devices that the plan gives it, from its start to its end."""
+
+    measure = "whole trainings, with their start, without evaluation"
+
+    def carry_out(self, tables: str | Path) -> tuple[Table, dict[str, Span], dict[str, Span]]:
+        """Try the trainings without a table in this jobs file, and run all as planned; return a table, and spans as
+        planned and as they were. ValueError: as `rehearse`."""
+        carrier = SpaseCarrier(self._slots(), None, "spase", 0.25, table=tables, trial_steps=self._steps)
+        refuse_without_gate()
+        with self._composing() as context:
+            members = self._members(self._trainings, self._folder, [])
+            carrier.refuse(members)
+            starts = starts_on(carrier.devices, context, self._application.train)
+            outcomes, ran = carrier.run(members, starts, 1, Scoreboard())
+        for member in members:
+            _refuse_failed(member, outcomes[member.name])
+        assert carrier.shown is not None  # as no member failed
+        began = min(span.start for span in carrier.planned.values())
+        return carrier.shown, later(carrier.planned, -began), later(ran, -began)
+
+
 class _Strict(table.LiveTable):
     """Watcher that ends all trainings when one fails: the times of the others wouldn't describe the schedule."""
 
     def ended(self, member: SweepMember, outcome: JobReturn) -> None:
         super().ended(member, outcome)
-        if outcome.status is JobStatus.FAILED:
-            why = one_line(MemberFailed.of(outcome._return_value))
-            raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")
+        _refuse_failed(member, outcome)
+
+
+def _refuse_failed(member: SweepMember, outcome: JobReturn) -> None:
+    if outcome.status is JobStatus.FAILED:
+        why = one_line(MemberFailed.of(outcome._return_value))
+        raise ValueError(f"job {member.name} failed, {why}; its log: {member.log}")

@@ -156,6 +156,21 @@ def test_no_file_is_a_mistake() -> None:
         cli.main(["schedule", "--policy", "spase"])
 
 
+def test_a_traces_jobs_are_divided_evenly_among_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, trace = tmp_path / "m.json", tmp_path / "trace.csv"
+    write(Profile(Model("m", "cpu", (BlockCost("b", 1.0, 2.0, 0.0),))), profile)
+    header = "job_id,num_gpu,submit_time,iterations,model_name,duration,interval"
+    trace.write_text(f"{header}\n0,2,0,10,m,9,9\n1,2,0,10,m,9,9\n2,1,1000,4,m,9,9\n")
+    words = ["schedule", "--trace", str(trace), "--profile", str(profile), "--policy", "spase"]
+    cli.main([*words, "--devices", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    # 60 s of work each on one device, 30 on two, and 12 s on one device only: whatever the order, 66 at least.
+    assert 66 <= max(turn["finish_seconds"] for turn in found["turns"]) <= 72
+    assert any("divided evenly" in remark and "arrivals aren't counted" in remark for remark in found["remarks"])
+    with pytest.raises(SystemExit, match="--run: jobs need trainings behind them"):
+        cli.main([*words, "--run"])
+
+
 def test_a_traces_jobs_are_staircases_that_come_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "m.json"
     blocks = (BlockCost("b", forward_seconds=1.0, backward_seconds=2.0, update_seconds=0.0),)

@@ -102,9 +102,7 @@ def test_what_plan_names_is_close_to_the_soonest_that_was_measured() -> None:
     page = (ROOT / "docs" / "plan.md").read_text().replace("\n", " ")
     near = sum(times <= 1.14 for times in behind)
     assert f"In {near} of the {len(behind)} measured settings" in page
-    assert (
-        f"within 14 % of the fastest measured method, and within {100 * max(behind) - 100:.0f} % in all" in page
-    )
+    assert f"within 14 % of the fastest measured method, and within {100 * max(behind) - 100:.0f} % in all" in page
 
 
 def test_the_table_of_losses_is_that_of_the_results() -> None:

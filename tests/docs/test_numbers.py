@@ -52,7 +52,7 @@ SETTINGS = {
         "a sleep of 0.1 s",
         "here for a target of 2.2",
     ],
-    "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late", "the makespan is within 10 %"],
+    "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late"],
     "docs/spilled.md": ["takes 0.9 of the memory"],
     "docs/tutorial.md": ["A model of 0.94 MB"],
     "docs/trust.md": ["Over 1 % in a parameter"],

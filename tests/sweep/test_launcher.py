@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.shard_parallel import _callbacks
-from hydra_plugins.shard_parallel.launcher import POLICIES, ShardParallelConf, ShardParallelLauncher
+from hydra_plugins.shard_parallel.launcher import (
+    ARGUMENTS,
+    CARRIERS,
+    POLICIES,
+    ShardParallelConf,
+    ShardParallelLauncher,
+)
 from lightning_decentral.sweep import LRTF, processes
 from lightning_decentral.sweep.launcher import slots
 from lightning_decentral.sweep.member import (
@@ -46,6 +53,7 @@ from lightning_decentral.sweep.member import (
 from lightning_decentral.sweep.plan import policy as policies
 from lightning_decentral.sweep.processes import attempt, packed, run_member, spawn, spawned
 from lightning_decentral.sweep.server import environment
+from lightning_decentral.sweep.spase import SpaseCarrier
 from lightning_decentral.sweep.time_slicing import Gate
 from lightning_decentral.sweep.wire.client import VARIABLE, Admission
 from tests.sweep import application
@@ -285,7 +293,7 @@ def test_hydra_finds_the_launcher_and_every_policy() -> None:
     assert ShardParallelLauncher.__qualname__ in [found.__qualname__ for found in Plugins.instance().discover(Launcher)]
     listed = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher/policy")}
     classes = {c.__name__ for c in vars(policies).values() if isinstance(c, type) and issubclass(c, policies.Policy)}
-    assert listed == set(POLICIES)
+    assert listed == set(POLICIES) | (CARRIERS.keys() & ARGUMENTS)
     assert set(POLICIES.values()) == classes - {"Policy"}
 
 
@@ -323,6 +331,15 @@ def launching(folder: Path, *words: str) -> None:
 def test_what_cant_be_is_said(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=message):
         in_processes(launching, tmp_path, *words)
+
+
+@pytest.mark.parametrize("policy", ["spase", POLICY_NODES["spase.yaml"].node], ids=["name", "node"])
+def test_a_carrier_is_named_or_has_options(policy: Any) -> None:
+    launcher = ShardParallelLauncher(policy, devices=["cpu"])
+    carrier = launcher._carrier(*launcher._granting)
+    assert (type(carrier).__name__, carrier.devices) == ("SpaseCarrier", ("cpu:0",))
+    arguments = signature(SpaseCarrier).parameters
+    assert {name: arguments[name].default for name in ARGUMENTS["spase"]} == ARGUMENTS["spase"]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ class Arbiter:
         self.remarks: list[str] = []  # for the user, about what was decided; removed when shown
         self._grants = 0
 
+    def next_start(self, left: Sequence[str], now: float) -> str | None:
+        """Choose who starts next of those that are left, which are asked for often; None: nobody yet."""
+        return next(iter(left), None)
+
+    def lasts_seconds(self, width: int) -> float:
+        """Seconds that a grant lasts; several devices are kept, as a member's workers would wait for each other."""
+        return self.quantum_seconds if width == 1 else math.inf
+
     def join(self, name: str, width: int = 1) -> MemberAccount:
         """Add a member; members that stay on their devices get those with the fewest members. ValueError: more devices
         than the sweep has.

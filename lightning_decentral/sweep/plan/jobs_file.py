@@ -24,6 +24,7 @@ Jobs that use several devices at once have their own files:
 
     jobs:                                                        # --policy spase: devices: seconds of the whole job
       - {name: a, seconds: {1: 8.0, 2: 4.5}}
+      - {name: b, seconds: {1: 9.0, 2: 5.0}, parallelism: {1: one_device, 2: ddp}, overrides: [trainer.max_steps=40]}
 """
 
 import io
@@ -48,10 +49,10 @@ from lightning_decentral.sweep.plan.spase import Table
 WHEN = ("arrival_seconds", "memory_bytes")
 WRITTEN = ("name", "pieces", "repeat", *WHEN)
 MEASURED = ("name", "profile", "steps", "shards", "load_bytes_per_second", *WHEN)
-TRAINED = ("name", "overrides", "profile", *WHEN)
+TRAINED = ("name", "overrides", "profile", "seconds", "parallelism", *WHEN)
 PLACED = ("name", "seconds", "iterations")
 DEEP = ("name", "forward_seconds", "backward_seconds", "depths", "iterations")
-ALLOCATED = ("name", "seconds")
+ALLOCATED = ("name", "seconds", "parallelism", "overrides")
 PIECE = ("compute_seconds", "load_seconds")
 
 
@@ -133,21 +134,28 @@ def read_gangs(path: str | Path) -> list[Gang]:
     return gangs
 
 
-def read_tables(path: str | Path) -> list[Table]:
-    """Read a jobs file for SPASE: each job's seconds by number of devices. ValueError: as `read_jobs`, and for a job
-    without a table of `seconds`.
+def read_tables(path: str | Path, *, trained: bool = False) -> list[Table]:
+    """Read a jobs file for SPASE: each job's seconds by number of devices; with `trained`, trainings without are left
+    out. ValueError: as `read_jobs`, and for a job without a table of `seconds`, or without `parallelism` if `trained`.
     """
     tables = []
     for job, place in _entries(path):
-        found = job.get("seconds")
+        found, ways = job.get("seconds"), job.get("parallelism", {})
+        if trained and found is None and "overrides" in job:
+            _known(job, ALLOCATED, place)
+            continue
         if not isinstance(found, dict) or not all(isinstance(devices, int) for devices in found):
             raise ValueError(
                 f"{place}: --policy spase needs a table of seconds of the whole job by devices, "
                 f"seconds: {{1: 8.0, 2: 4.5}}, got {dict(job)}"
             )
         _known(job, ALLOCATED, place)
+        if not isinstance(ways, dict) or (trained and found.keys() - ways.keys()):
+            raise ValueError(
+                f"{place}: a training needs its parallelism by devices: {{1: one_device, 2: ddp}}, got {ways}"
+            )
         seconds = {devices: _number(found, devices, place, None) for devices in found}
-        tables.append(Table(str(job["name"]), seconds))
+        tables.append(Table(str(job["name"]), seconds, {k: str(way) for k, way in ways.items()}))
     return tables
 
 

@@ -4,7 +4,7 @@
 
 A trace has no seconds of single iterations that would hold elsewhere; they are synthesised from measured profiles, with
 the profile's own variation between steps. A job that asked for several devices becomes that many times the work on one
-device at a time, or for JigSaw a gang.
+device at a time; or for JigSaw a gang; or under SPASE it is divided evenly among up to as many as it asked for.
 
 Layouts: Tiresias (github.com/SymbioticLab/Tiresias, simulator/60_job.csv: comma-separated, with a header), Gavel
 (github.com/stanford-futuredata/gavel, scheduler/traces: tab-separated, without one).
@@ -21,6 +21,7 @@ from lightning_decentral.shared.plan.arguments import text_of
 from lightning_decentral.shared.plan.profile import Profile
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 from lightning_decentral.sweep.plan.gangs import Gang, staircase
+from lightning_decentral.sweep.plan.spase import Table
 
 PIECES = 20
 DRAWS = 100  # steps whose mean variation stands for that of a piece
@@ -156,4 +157,17 @@ def queues(
             draws = random.choices(profile.variation, k=min(part, DRAWS)) if profile.variation else [1.0]
             made.append(WorkPiece(step * part * (sum(draws) / len(draws))))
         found.append(Queue(f"{job.name} {job.model}", tuple(made), job.arrival_seconds))
+    return found
+
+
+def tables(jobs: Sequence[Submitted], profiles: Mapping[str, Profile], seed: int = 0) -> list[Table]:
+    """Make each job's table for SPASE, with linear scaling up to the number of devices that it asked for:
+
+        t_k = devices * iterations * step seconds * variation / k        k = 1, 2, 4, ... and the asked number
+
+    ValueError: as `queues`."""
+    found = []
+    for job, queue in zip(jobs, queues(jobs, profiles, 1, seed), strict=True):
+        numbers = sorted({2**i for i in range(job.devices.bit_length())} | {job.devices})
+        found.append(Table(queue.name, {k: queue.pieces[0].compute_seconds / k for k in numbers}))
     return found

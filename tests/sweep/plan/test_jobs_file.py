@@ -1,5 +1,6 @@
 """Jobs from files: written pieces, profiles cut into shards, public traces; mistakes in them, in one line each."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from lightning_decentral.shared.plan.profile import BlockCost, Model, Profile, write
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece
 from lightning_decentral.sweep.plan.jobs_file import Training, read_jobs, split, step_pieces
-from lightning_decentral.sweep.plan.traces import Layout, Submitted, gavel, queues, read_trace, tiresias
+from lightning_decentral.sweep.plan.traces import Layout, Submitted, gavel, queues, read_trace, tables, tiresias
 from tests.docs.pages import ROOT, blocks
 
 BLOCKS = tuple(BlockCost(f"b{i}", 1.0 + i, 2.0, 0.5, parameter_bytes=100) for i in range(4))
@@ -147,6 +148,15 @@ def test_a_trace_takes_its_seconds_from_profiles(tmp_path: Path) -> None:
     assert sum(piece.compute_seconds for piece in first.pieces) == pytest.approx(606 * MODEL.seconds, rel=0.1)
     assert len({piece.compute_seconds / 121 for piece in first.pieces}) > 2
     assert queues(jobs, profiles, pieces=5) == [first, second, third]
+
+
+def test_a_trace_gives_tables_of_evenly_divided_work(tmp_path: Path) -> None:
+    jobs = jobs_in(TIRESIAS, tiresias, tmp_path)
+    _, second, _ = tables(jobs, {"": Profile(MODEL)})
+    whole = 8 * 133 * MODEL.seconds
+    assert second.seconds == pytest.approx({1: whole, 2: whole / 2, 4: whole / 4, 8: whole / 8})
+    three = tables([replace(jobs[1], devices=3)], {"": Profile(MODEL)})[0]
+    assert list(three.seconds) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

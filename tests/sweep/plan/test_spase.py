@@ -3,7 +3,7 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,6 +23,9 @@ def tables(draw: st.DrawFn, most: int = 4) -> list[Table]:
     return [Table(f"job {j}", row) for j, row in enumerate(found)]
 
 
+FREE = (0.5, 0.0, 1.25)
+
+
 def earliest(placed: list[tuple[float, float, int]], k: int, seconds: float, devices: int) -> float:
     """The first moment from which k devices stay free for so long."""
 
@@ -33,12 +36,12 @@ def earliest(placed: list[tuple[float, float, int]], k: int, seconds: float, dev
     return next(start for start in sorted({0.0, *(e for _, e, _ in placed)}) if fits(start))
 
 
-def brute_force(found: list[Table], devices: int) -> float:
+def brute_force(found: list[Table], devices: int, free: Sequence[float] = ()) -> float:
     """Every size of every job in every order, each placed as early as it fits."""
     best = math.inf
     for sizes in itertools.product(*(table.seconds.items() for table in found)):
         for order in itertools.permutations(sizes):
-            placed: list[tuple[float, float, int]] = []
+            placed: list[tuple[float, float, int]] = [(0.0, until, 1) for until in free if until]
             for k, seconds in order:
                 start = earliest(placed, k, seconds, devices)
                 placed.append((start, start + seconds, k))
@@ -46,16 +49,17 @@ def brute_force(found: list[Table], devices: int) -> float:
     return best
 
 
-def check(plan: SpasePlan, found: list[Table], devices: int) -> None:
+def check(plan: SpasePlan, found: list[Table], devices: int, free: Sequence[float] = ()) -> None:
     """One entry of its table each, and no device twice at a time."""
     assert [job.name for job in plan.granted] == [table.name for table in found]
     for job, table in zip(plan.granted, found, strict=True):
         assert table.seconds[len(set(job.devices))] == job.seconds
         assert set(job.devices) <= set(range(devices))
+        assert all(job.start >= free[g] for g in job.devices if free)
     for a, b in itertools.combinations(plan.granted, 2):
         if set(a.devices) & set(b.devices):
             assert a.start + a.seconds <= b.start or b.start + b.seconds <= a.start
-    assert plan.makespan_seconds >= lower_bound_seconds(found, devices)
+    assert plan.makespan_seconds >= lower_bound_seconds(found, devices, free)
 
 
 # The solver's rounding adds up to more than 1e-5 of this makespan.
@@ -74,6 +78,33 @@ def test_exact_is_the_best_of_all(found: list[Table]) -> None:
     check(plan, found, 3)
     assert plan.makespan_seconds == pytest.approx(brute_force(found, 3))
     assert plan.gap == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(tables(most=3))
+def test_exact_is_the_best_beside_jobs_that_run_already(found: list[Table]) -> None:
+    plan = ExactSpase().plan(found, 3, FREE)
+    check(plan, found, 3, FREE)
+    assert plan.makespan_seconds == pytest.approx(brute_force(found, 3, FREE))
+    assert plan.gap == 0
+
+
+@given(tables(most=6), st.sampled_from([(), FREE]))
+def test_greedy_never_loses_to_an_equal_number_of_devices_for_every_job(
+    found: list[Table], free: Sequence[float]
+) -> None:
+    plan = GreedySpase().plan(found, 3, free)
+    check(plan, found, 3, free)
+    for k in (1, 2, 3):
+        numbers = [min((n for n in job.seconds if n >= k), default=max(job.seconds)) for job in found]
+        fixed = [Table(job.name, {n: job.seconds[n]}) for job, n in zip(found, numbers, strict=True)]
+        assert plan.makespan_seconds <= GreedySpase().plan(fixed, 3, free).makespan_seconds
+
+
+def test_an_equal_number_of_devices_beats_the_thresholds() -> None:
+    """By thresholds the second job gets one device, which is no less work, and waits for the first: 4."""
+    found = [Table("a", {1: 4.0, 2: 2.0}), Table("b", {1: 2.0, 2: 1.0})]
+    assert GreedySpase().plan(found, 2).makespan_seconds == 3
 
 
 @given(tables(most=6))
