@@ -133,8 +133,8 @@ def row() -> Row:
         ),
         cannot_compare="Their trials and measured tables, which weren't at hand, and re-solving while jobs run: "
         "generated seconds are exact, so nothing is learned later.",
-        contradicts="On these tables SPASE saves 22 to 26 % over maximum devices, about three fifths of theirs, and 8 % "
-        "where jobs scale without loss. Over an equal split of 4 devices a job it saves 3 %.",
+        contradicts="On these tables SPASE saves 22 to 26 % over maximum devices, about three fifths of theirs, and "
+        "8 % where jobs scale without loss. Over an equal split of 4 devices a job it saves 3 %.",
         further=(
             *((f"less time than {most}, {name}, {lost:g} lost", by[most]) for (name, lost), by in found.items()),
             *((f"less time than equal split, {k} a job, NVSwitch", first[f"equal split, {k} a job"]) for k in (2, 4)),
