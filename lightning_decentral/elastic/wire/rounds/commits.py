@@ -1,0 +1,205 @@
+"""Commits of outer rounds on sockets: one member's votes over its connections, and the mean of what is counted.
+
+    decide           runs `plan.commit.CommitState` until the round is decided; the training thread waits
+    CommittedExchange    each sends its displacement to all, and all add up those that are counted, in the view's order
+
+Codes aren't encoded a second time: what a codec loses stays in its sender's parameters, so that no member keeps
+anything of another one's.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_decentral.elastic.plan.commit import CommitState, Proposal, Sends, Vote
+from lightning_decentral.elastic.plan.messages import read_message
+from lightning_decentral.elastic.plan.view import View, place_of
+from lightning_decentral.elastic.wire.joining import Endpoint
+from lightning_decentral.gossip.plan.topology.topology import step_graph
+from lightning_decentral.gossip.plan.weights import Neighbours
+from lightning_decentral.gossip.wire.exchange import Copied, Dropped
+from lightning_decentral.gossip.wire.peer import PeerExchange, PeerMessage
+from lightning_decentral.shared.compute.health import judged
+
+AGAIN_SECONDS = 0.25  # seconds until votes are repeated
+LEAVE_SECONDS = 5.0  # seconds within which the last votes leave
+KEPT = 16  # rounds of each exchange whose decisions members may still ask for
+Key = tuple[int, int, int]  # (a view's key, round, number of the exchange)
+
+
+class Commits:
+    """One member's votes about the rounds of all its exchanges."""
+
+    def __init__(self, worker: Endpoint, seconds: float) -> None:
+        self._worker, self._seconds = worker, seconds  # after which a round ends with an error
+        self._states: dict[Key, CommitState] = {}
+        self._early: dict[Key, list[Vote]] = {}  # votes about rounds that this member hasn't come to
+        self._leaving: list[Any] = []
+        worker.mesh.hears = self._hears
+
+    def decide(self, view: View, round: int, part: int, chain: int, has: Collection[str]) -> Proposal:
+        """Return the round's decision, when the other members of its view vote, too. RuntimeError if this member can't
+        go on with them, TimeoutError if there is none in time."""
+        key, client = (view.key, round, part), self._worker.lobby_client
+        end, again = time.monotonic() + self._seconds, 0.0
+        with client.changed:
+            own = tuple(name for name in view.members if name in has)
+            self._keep(key, CommitState(self._worker.name, view.members, own, chain))
+            for vote in self._early.pop(key, []):
+                self._step(key, self._states[key].heard(vote))
+            while self._states[key].decided is None:
+                now, state = time.monotonic(), client.state
+                newer = state.mine.view if state.mine.view and state.mine.view.number > view.number else None
+                if state.out or (newer and self._worker.name not in newer.members):
+                    raise RuntimeError(f"{state.out or 'the run went on'}: start this worker again")
+                if now > end:
+                    raise TimeoutError(f"round {round} wasn't decided in {self._seconds:g} s: are the others reached?")
+                live = [name for name in view.members if self._votes(view, round, name)]
+                heirs = [name for name in view.members if newer and name in newer.members]
+                repeats, again = now > again, max(again, now + AGAIN_SECONDS if now > again else 0.0)
+                self._step(key, self._states[key].driven(live, heirs, repeats))
+                if self._states[key].decided is None:
+                    client.changed.wait(AGAIN_SECONDS)
+            decision = self._states[key].decided
+        assert decision is not None
+        if decision.before != chain or not set(decision.counted) <= set(own):
+            raise RuntimeError(
+                f"the members committed round {round} without this worker, which was cut off from some of them: start "
+                "it again, it joins as a new worker"
+            )
+        return decision
+
+    def close(self) -> None:
+        """Wait until the last votes have left, which others may need."""
+        end = time.monotonic() + LEAVE_SECONDS
+        for sent in self._leaving:
+            sent.over.wait(max(0.0, end - time.monotonic()))
+
+    def _votes(self, view: View, round: int, name: str) -> bool:
+        worker = self._worker
+        lost = name in worker.mesh.lost or not worker.lobby_client.state.expects(view, round, name)
+        return name == worker.name or not lost
+
+    def _hears(self, found: Any) -> None:
+        key, vote = (found["view"], found["round"], found["part"]), read_message(Vote, found["vote"])
+        if key in self._states:
+            self._step(key, self._states[key].heard(vote))
+        else:
+            self._early.setdefault(key, []).append(vote)
+
+    def _step(self, key: Key, found: tuple[CommitState, Sends]) -> None:
+        self._states[key], sends = found
+        head = dict(zip(("view", "round", "part"), key, strict=True))
+        sent = [self._worker.mesh.vote(to, place_of(to), {**head, "vote": asdict(vote)}) for to, vote in sends]
+        self._leaving = [*(one for one in self._leaving if not one.done()), *sent]
+
+    def _keep(self, key: Key, state: CommitState) -> None:
+        """Keep a round's state, and forget this exchange's rounds long past."""
+        self._states[key] = state
+        past = sorted((k for k in self._states if k[2] == key[2]), key=lambda k: k[1])[:-KEPT]
+        for old in past:
+            del self._states[old]
+        self._early = {k: votes for k, votes in self._early.items() if k[1] >= key[1] - KEPT}
+
+
+@dataclass
+class CommittedMessage(PeerMessage):
+    """Message in flight of a round that is decided for all buckets together."""
+
+    exchange: "CommittedExchange"
+    came: dict[int, bool] = field(default_factory=dict)  # {rank: whether its message is whole and sound}
+    complaint: str = ""  # why the own message isn't sound
+
+    def land(self, judged: bool = False) -> Tensor:
+        return self.exchange.mean(self)
+
+
+@dataclass
+class CommittedExchange(PeerExchange):
+    """mixed = (1 / |S|) sum of sent_j over j in S, the members that `decide` counts, in order of rank: the same bits on
+    all. A message that isn't counted is taken as 0, so that it stays in its sender's parameters.
+
+    Where one member is alone it counts itself: outer steps go on.
+    """
+
+    decide: Callable[[int, Collection[int]], Sequence[int]] = field(kw_only=True)  # (round, ranks it has) -> S
+    chain: Callable[[], int] = field(kw_only=True)  # checksum of the decisions so far, sent along
+    made = CommittedMessage
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rounds: dict[int, list[CommittedMessage]] = {}  # in flight
+        self._counted: dict[int, Sequence[int]] = {}
+
+    def neighbours(self, step: int) -> Neighbours:
+        if self.transport.size > 1 or not step_graph(self.topology, 2, step).degree:
+            return super().neighbours(step)
+        return _Alone(0, {0: 1.0}, {})
+
+    def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
+        launched = super().launch(message, step, place, copied)
+        assert isinstance(launched, CommittedMessage)
+        launched.headers[0, 0] = self.chain() << 31 | step
+        self._rounds.setdefault(step, []).append(launched)
+        return launched
+
+    def mean(self, message: CommittedMessage) -> Tensor:
+        """Return the mean of the counted messages. Dropped if there is none."""
+        if message.step not in self._counted:
+            self._counted = {message.step: self._decided(message.step)}
+        counted, own = self._counted[message.step], message.sent
+        # Sums of numbers with fewer bits are computed in float32.
+        total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))  # (elements,)
+        for rank in counted:
+            if rank == self.transport.rank:
+                total.add_(own)
+            else:
+                (part,) = self.coder.decode({rank: message.buffers[rank]}, own, message.place).values()
+                total.add_(part)
+                self.pool.give([part])
+        self.pool.give(b for rank, buffers in message.buffers.items() if rank not in counted for b in buffers)
+        message.release()  # before the message itself is overwritten
+        if self.transport.rank not in counted:
+            own.zero_()
+        mixed = self.pool.take(own).copy_(total.div_(max(1, len(counted))))
+        if message.complaint:
+            if not counted:
+                mixed.fill_(torch.inf)  # no outer step that this worker could continue with
+            self.verdicts.complaint = message.complaint
+            self.verdicts.refuse_own(torch.zeros_like(own), mixed)
+        if not counted:
+            self.pool.give([mixed])
+            raise Dropped
+        return mixed
+
+    def _decided(self, step: int) -> Sequence[int]:
+        """Wait for the round's messages, all buckets, and for the decision which are counted."""
+        launched = self._rounds.pop(step)
+        for message in launched:
+            self.waited.during(pending.wait for pending in message.incoming)
+            self._judge(message)
+        ranks = launched[0].came
+        return self.decide(step, [rank for rank in ranks if all(message.came[rank] for message in launched)])
+
+    def _judge(self, message: CommittedMessage) -> None:
+        arrived = zip(message.receives(), message.incoming, strict=True)
+        lost = {tensor.peer for tensor, pending in arrived if not pending.done()}
+        sources = [*message.buffers]
+        rows = [0, *(n for n, j in enumerate(sources, 1) if j not in lost)]
+        rows = [n for n in rows if message.headers[n, 0] == message.headers[0, 0]]  # of the same decisions
+        ranks = [self.transport.rank, *(sources[n - 1] for n in rows[1:])]
+        headers = message.headers[rows]  # (1 + whole messages, HEADER)
+        headers[:, 0] = message.step
+        sane = judged(headers)
+        self.verdicts.judge(message.step, ranks, headers, sane)
+        message.complaint, self.verdicts.complaint = self.verdicts.complaint, ""
+        found = dict(zip(ranks, sane.tolist(), strict=True))
+        message.came = {rank: found.get(rank, False) for rank in (self.transport.rank, *sources)}
+
+
+class _Alone(Neighbours):
+    silent = False
