@@ -24,7 +24,7 @@ from lightning_decentral.gossip import (
     PseudoGradient,
     Stream,
 )
-from lightning_decentral.optim import Muon
+from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute.worker_state import digest
 from tests.tiny import QUIET
 
@@ -54,7 +54,7 @@ class Net(LightningModule):
     validation_step = training_step
 
     def configure_optimizers(self) -> Any:
-        return Muon(self.parameters(), lr=0.02)
+        return Muon(muon_groups(self), lr=0.02)
 
     def _data(self, batch: int) -> DataLoader[Any]:
         x = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
@@ -73,13 +73,13 @@ class Tell(Callback):
     def __init__(self, file: Path, joined: Path) -> None:
         self._stream, self._joined = file.open("w", buffering=1), joined
 
-    def _tell(self, kind: str, **words: Any) -> None:
+    def tell(self, kind: str, **words: Any) -> None:
         self._stream.write(json.dumps({"kind": kind, **words}) + "\n")
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         strategy: Any = trainer.strategy
         states = [dict(state) for each in strategy._mixers for state in each.mixer._states]
-        self._tell(
+        self.tell(
             "step",
             step=trainer.global_step,
             members=strategy.members,
@@ -92,22 +92,22 @@ class Tell(Callback):
         )
         time.sleep(0.01 if self._joined.exists() else 0.15 if trainer.global_step < STEPS // 2 else 0.4)
 
-    def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        self._tell("end", step=trainer.global_step, digest=digest(dict(module.state_dict())))
 
 
 def main(folder: Path, plan: str) -> None:
     starter.HASTY_SECONDS = 0.0
     number = os.environ.get(starter.WORKER, "")
     strategy = GossipStrategy(elastic=Elastic(workers=(1, 3), dead_after=1.5, host="127.0.0.1"), **PLANS[plan])
+    tell = Tell(folder / f"w{number}.jsonl", folder / "joined")
     trainer = Trainer(
         **QUIET,
         strategy=strategy,
         devices=3,
         max_steps=STEPS,
-        callbacks=[Tell(folder / f"w{number}.jsonl", folder / "joined")] if number else [],
+        callbacks=[tell] if number else [],
     )
-    trainer.fit(Net())
+    trainer.fit(module := Net())
+    tell.tell("end", digest=digest(dict(module.state_dict())))
 
 
 if __name__ == "__main__":
