@@ -17,6 +17,9 @@ parameters and is sent in the next round.
 `chain`, a checksum of all decisions so far, is sent along. Messages with another one aren't mixed, and a member with
 another one than the decision's, or without a message that is counted, must join anew.
 
+Members that learn of a view late may be in one round with two views. Each is asked in the other's view, too, where it
+has nothing: unless one side is a quorum, both drop the round.
+
 Source: single-decree Paxos, Lamport 1998, a decree for each round.
 """
 
@@ -77,7 +80,7 @@ class CommitState:
 
     def heard(self, vote: Vote) -> tuple["CommitState", Sends]:
         """Take a vote, and answer it. Votes of members that no later view has don't count."""
-        heirs = vote.heirs if vote.heirs and (not self.heirs or len(vote.heirs) < len(self.heirs)) else self.heirs
+        heirs = vote.heirs if vote.heirs and not 0 < len(self.heirs) <= len(vote.heirs) else self.heirs
         if vote.sender not in self.members or (heirs and vote.sender not in heirs):
             return self, []
         state = replace(self, heirs=heirs, votes={**self.votes, vote.sender: (vote.chain, vote.has)})
@@ -107,8 +110,8 @@ class CommitState:
     def driven(self, live: Collection[str], heirs: Collection[str], again: bool) -> tuple["CommitState", Sends]:
         """Follow or lead, as far as the votes go. `live`: members that may still vote, this one too; `heirs`: members
         that a later view keeps, if one is known; `again`: repeat what may have been lost."""
-        fewer = heirs and (not self.heirs or len(heirs) < len(self.heirs))
-        state = replace(self, heirs=self._order(heirs)) if fewer else self
+        heirs = tuple(name for name in self.members if name in heirs)
+        state = replace(self, heirs=heirs) if heirs and not 0 < len(self.heirs) <= len(heirs) else self
         if state.decided:
             return state, []
         leader = next(name for name in state.members if name in live)
@@ -120,6 +123,7 @@ class CommitState:
             sends = state._to_all("proposes" if state.proposal else "asks")
         # Not where it has promised another leader's later ballot meanwhile.
         may = state.promised == state.ballot and (not state.ballot or state._quorum(state.promises))
+        may = may and state._quorum(state.votes)
         if state.proposal is None and may and all(n in state.votes for n in state.members if n in live):
             state = state._proposed()
             sends = state._to_all("proposes")
@@ -147,8 +151,11 @@ class CommitState:
             _, proposal = max(earlier)
         else:
             voted = [self.votes[name] for name in self.members if name in self.votes]
-            chain = Counter(chain for chain, _ in voted).most_common(1)[0][0]  # of equals the first counted
-            rows = [has for of, has in voted if of == chain]
+            # Who has nothing and another chain has committed this round in another view: this one's members are too late.
+            committed = (chain for chain, has in voted if not has and chain != self.chain)
+            most = Counter(chain for chain, _ in voted).most_common(1)[0][0]  # of equals the first counted
+            chain = next(committed, most)
+            rows = [has for of, has in voted if of == chain or not has]
             proposal = Proposal(tuple(name for name in self.members if all(name in row for row in rows)), chain)
         return replace(self, proposal=proposal, accepted=(self.ballot, proposal), accepts=frozenset({self.name}))
 
@@ -156,9 +163,6 @@ class CommitState:
         twice, size = 2 * len(names), len(self.members)
         half = twice == size and self.members[0] in names
         return twice > size or half or (bool(self.heirs) and set(self.heirs) <= set(names))
-
-    def _order(self, names: Collection[str]) -> tuple[str, ...]:
-        return tuple(name for name in self.members if name in names)
 
     def _to_all(self, kind: str) -> Sends:
         vote = self._vote(kind, self.ballot)
@@ -168,3 +172,39 @@ class CommitState:
         number, found = self.accepted or (-1, Proposal((), 0))
         found = self.decided or found
         return Vote(kind, self.name, self.has, self.chain, ballot, number, found.counted, found.before, self.heirs)
+
+
+Key = tuple[int, int, int]  # (a view's key, round, number of the part of the model)
+KEPT = 16  # rounds of each part whose decisions other members may still ask for
+
+
+class Rounds:
+    """One member's rounds by key: their states, and the votes about rounds that it hasn't come to."""
+
+    def __init__(self, name: str) -> None:
+        self.states: dict[Key, CommitState] = {}
+        self._name, self._early = name, dict[Key, list[tuple[tuple[str, ...], Vote]]]()
+
+    def arrives(self, key: Key, members: tuple[str, ...], has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
+        """Come to a round with the messages that this member has. Return the votes to send, by key, as `heard` does."""
+        own = tuple(name for name in members if name in has)
+        past = sorted((k for k in self.states if k[2] == key[2]), key=lambda k: k[1])[:-KEPT]
+        self.states = {k: state for k, state in self.states.items() if k not in past}
+        self.states[key] = CommitState(self._name, members, own, chain)
+        early = [k for k in self._early if k[1:] == key[1:]]
+        votes = [(k, *vote) for k in early for vote in self._early.pop(k)]
+        self._early = {k: found for k, found in self._early.items() if k[2] != key[2] or k[1] > key[1]}
+        return [sends for vote in votes for sends in self.heard(*vote)]
+
+    def heard(self, key: Key, members: tuple[str, ...], vote: Vote) -> list[tuple[Key, Sends]]:
+        """Take a vote, or keep it until this member comes to the round."""
+        if key not in self.states:
+            own = next((state for k, state in self.states.items() if k[1:] == key[1:]), None)
+            if own is None:
+                self._early.setdefault(key, []).append((members, vote))
+                return []
+            mixed = own.decided if own.decided and own.decided.counted else None
+            chain = mixed.chain(key[1]) if mixed else own.chain
+            self.states[key] = CommitState(self._name, members, (), chain)  # it is there in another view
+        self.states[key], sends = self.states[key].heard(vote)
+        return [(key, sends)]

@@ -1,6 +1,6 @@
 """Commits of outer rounds on sockets: one member's votes over its connections, and the mean of what is counted.
 
-    decide           runs `plan.commit.CommitState` until the round is decided; the training thread waits
+    Commits.decide       runs `plan.commit` until a round is decided; the training thread waits
     CommittedExchange    each sends its displacement to all, and all add up those that are counted, in the view's order
 
 Codes aren't encoded a second time: what a codec loses stays in its sender's parameters, so that no member keeps
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_decentral.elastic.plan.commit import CommitState, Proposal, Sends, Vote
+from lightning_decentral.elastic.plan.commit import Key, Proposal, Rounds, Sends, Vote
 from lightning_decentral.elastic.plan.messages import read_message
 from lightning_decentral.elastic.plan.view import View, place_of
 from lightning_decentral.elastic.wire.joining import Endpoint
@@ -27,17 +27,14 @@ from lightning_decentral.shared.compute.health import judged
 
 AGAIN_SECONDS = 0.25  # seconds until votes are repeated
 LEAVE_SECONDS = 5.0  # seconds within which the last votes leave
-KEPT = 16  # rounds of each exchange whose decisions members may still ask for
-Key = tuple[int, int, int]  # (a view's key, round, number of the exchange)
 
 
 class Commits:
     """One member's votes about the rounds of all its exchanges."""
 
     def __init__(self, worker: Endpoint, seconds: float) -> None:
+        self.rounds = Rounds(worker.name)
         self._worker, self._seconds = worker, seconds  # after which a round ends with an error
-        self._states: dict[Key, CommitState] = {}
-        self._early: dict[Key, list[Vote]] = {}  # votes about rounds that this member hasn't come to
         self._leaving: list[Any] = []
         worker.mesh.hears = self._hears
 
@@ -47,26 +44,19 @@ class Commits:
         key, client = (view.key, round, part), self._worker.lobby_client
         end, again = time.monotonic() + self._seconds, 0.0
         with client.changed:
-            own = tuple(name for name in view.members if name in has)
-            self._keep(key, CommitState(self._worker.name, view.members, own, chain))
-            for vote in self._early.pop(key, []):
-                self._step(key, self._states[key].heard(vote))
-            while self._states[key].decided is None:
-                now, state = time.monotonic(), client.state
-                newer = state.mine.view if state.mine.view and state.mine.view.number > view.number else None
-                if state.out or (newer and self._worker.name not in newer.members):
-                    raise RuntimeError(f"{state.out or 'the run went on'}: start this worker again")
+            self._send(self.rounds.arrives(key, view.members, has, chain))
+            while (decision := self.rounds.states[key].decided) is None:
+                now, newer = time.monotonic(), self._later(view)
                 if now > end:
                     raise TimeoutError(f"round {round} wasn't decided in {self._seconds:g} s: are the others reached?")
                 live = [name for name in view.members if self._votes(view, round, name)]
                 heirs = [name for name in view.members if newer and name in newer.members]
-                repeats, again = now > again, max(again, now + AGAIN_SECONDS if now > again else 0.0)
-                self._step(key, self._states[key].driven(live, heirs, repeats))
-                if self._states[key].decided is None:
+                self.rounds.states[key], sends = self.rounds.states[key].driven(live, heirs, now > again)
+                self._send([(key, sends)])
+                again = now + AGAIN_SECONDS if now > again else again
+                if self.rounds.states[key].decided is None:
                     client.changed.wait(AGAIN_SECONDS)
-            decision = self._states[key].decided
-        assert decision is not None
-        if decision.before != chain or not set(decision.counted) <= set(own):
+        if decision.before != chain or not set(decision.counted) <= set(has):
             raise RuntimeError(
                 f"the members committed round {round} without this worker, which was cut off from some of them: start "
                 "it again, it joins as a new worker"
@@ -79,31 +69,30 @@ class Commits:
         for sent in self._leaving:
             sent.over.wait(max(0.0, end - time.monotonic()))
 
+    def _later(self, view: View) -> View | None:
+        """Return a later view, if one is known. RuntimeError if this member isn't in it."""
+        state = self._worker.lobby_client.state
+        newer = state.mine.view if state.mine.view and state.mine.view.number > view.number else None
+        if state.out or (newer and self._worker.name not in newer.members):
+            why = state.out or "the run continued without this worker"
+            raise RuntimeError(f"{why}: start this worker again, it joins as a new worker")
+        return newer
+
     def _votes(self, view: View, round: int, name: str) -> bool:
-        worker = self._worker
-        lost = name in worker.mesh.lost or not worker.lobby_client.state.expects(view, round, name)
-        return name == worker.name or not lost
+        mesh, state = self._worker.mesh, self._worker.lobby_client.state
+        return name == self._worker.name or (name not in mesh.lost and state.expects(view, round, name))
 
     def _hears(self, found: Any) -> None:
-        key, vote = (found["view"], found["round"], found["part"]), read_message(Vote, found["vote"])
-        if key in self._states:
-            self._step(key, self._states[key].heard(vote))
-        else:
-            self._early.setdefault(key, []).append(vote)
+        key = int(found["view"]), int(found["round"]), int(found["part"])
+        self._send(self.rounds.heard(key, tuple(map(str, found["members"])), read_message(Vote, found["vote"])))
 
-    def _step(self, key: Key, found: tuple[CommitState, Sends]) -> None:
-        self._states[key], sends = found
-        head = dict(zip(("view", "round", "part"), key, strict=True))
-        sent = [self._worker.mesh.vote(to, place_of(to), {**head, "vote": asdict(vote)}) for to, vote in sends]
-        self._leaving = [*(one for one in self._leaving if not one.done()), *sent]
-
-    def _keep(self, key: Key, state: CommitState) -> None:
-        """Keep a round's state, and forget this exchange's rounds long past."""
-        self._states[key] = state
-        past = sorted((k for k in self._states if k[2] == key[2]), key=lambda k: k[1])[:-KEPT]
-        for old in past:
-            del self._states[old]
-        self._early = {k: votes for k, votes in self._early.items() if k[1] >= key[1] - KEPT}
+    def _send(self, found: Sequence[tuple[Key, Sends]]) -> None:
+        for (view, round, part), sends in found:
+            members = self.rounds.states[view, round, part].members
+            head = {"view": view, "round": round, "part": part, "members": members}
+            for to, vote in sends:
+                self._leaving.append(self._worker.mesh.vote(to, place_of(to), {**head, "vote": asdict(vote)}))
+        self._leaving = [sent for sent in self._leaving if not sent.done()]
 
 
 @dataclass
