@@ -22,8 +22,14 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
-UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": (0,)}
-"""{option of GossipStrategy: the values that it may have in an elastic run}"""
+UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "states": (
+        (None, {}),
+        "a newcomer and the members would have to agree on them: use Muon, which does without",
+    ),
+    "exact_steps": ((0,), "begin with PseudoGradient(lr=1, momentum=0) over Complete(), save, and resume"),
+}
+"""{option of GossipStrategy: (the values that it may have in an elastic run, what else may be done)}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
 """Settings that may differ among workers: addresses, weights, devices; `dead_after`, which the lobby decides."""
 MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for the largest.
@@ -31,9 +37,9 @@ MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for
 
 def served(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that elastic runs support. ValueError for another option; the error names it."""
-    for name, values in UNSERVED.items():
+    for name, (values, remedy) in UNSERVED.items():
         if name in options and options[name] not in values:
-            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out")
+            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out; {remedy}")
     return {name: value for name, value in options.items() if name not in UNSERVED}
 
 

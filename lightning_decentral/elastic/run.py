@@ -139,7 +139,10 @@ class ElasticRun(WatchedProcess):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
-            raise ValueError(f"elastic runs need one optimizer, this module has {len(self.optimizers)}")
+            raise ValueError(
+                f"elastic runs need one optimizer, this module has {len(self.optimizers)}: give one with several "
+                "parameter groups, as Muon(muon_groups(self))"
+            )
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # Lightning makes it again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]

@@ -93,7 +93,6 @@ class Tell(Callback):
         time.sleep(0.01 if self._joined.exists() else 0.15 if trainer.global_step < STEPS // 2 else 0.4)
 
 
-
 def main(folder: Path, plan: str) -> None:
     starter.HASTY_SECONDS = 0.0
     number = os.environ.get(starter.WORKER, "")

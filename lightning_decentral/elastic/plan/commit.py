@@ -9,10 +9,10 @@ Anchors and outer momenta stay equal bit for bit as all apply the same decisions
     committed   a quorum has accepted: the leader tells all. Without a common message the round is dropped, by all
 
 Ballot b belongs to members[b mod n]; a leader of a later one asks a quorum for what they have accepted and proposes
-that. A quorum is more than half of the view's members, or half with the oldest. Where too few are left, it is all that
-a later view keeps, as the others must join anew. So two decisions can't differ among members that go on, whoever dies,
-sleeps or is cut off, and a death costs no wait while a quorum lives. What isn't in a mean stays in its sender's
-parameters and is sent in the next round.
+that. A quorum is more than half of the view's members, or half with the oldest, and in a view's first round all that
+stay from the view before. Where too few are left, it is all that a later view keeps, as the others must join anew. So
+two decisions can't differ among members that go on, whoever dies, sleeps or is cut off, and a death costs no wait while
+a quorum lives. What isn't in a mean stays in its sender's parameters and is sent in the next round.
 
 `chain`, a checksum of all decisions so far, is sent along. Messages with another one aren't mixed, and a member with
 another one than the decision's, or without a message that is counted, must join anew.
@@ -28,6 +28,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+from lightning_decentral.elastic.plan.view import View
 
 
 class Proposal(NamedTuple):
@@ -76,6 +78,7 @@ class CommitState:
     accepts: frozenset[str] = frozenset()
     decided: Proposal | None = None
     heirs: tuple[str, ...] = ()
+    stay: frozenset[str] = frozenset()  # members that must vote, too
     told: str = ""  # the leader that has this member's vote
 
     def heard(self, vote: Vote) -> tuple["CommitState", Sends]:
@@ -151,7 +154,7 @@ class CommitState:
             _, proposal = max(earlier)
         else:
             voted = [self.votes[name] for name in self.members if name in self.votes]
-            # Who has nothing and another chain has committed this round in another view: this one's members are too late.
+            # Who has nothing and another chain has committed this round in another view; this one comes too late.
             committed = (chain for chain, has in voted if not has and chain != self.chain)
             most = Counter(chain for chain, _ in voted).most_common(1)[0][0]  # of equals the first counted
             chain = next(committed, most)
@@ -161,8 +164,8 @@ class CommitState:
 
     def _quorum(self, names: Collection[str]) -> bool:
         twice, size = 2 * len(names), len(self.members)
-        half = twice == size and self.members[0] in names
-        return twice > size or half or (bool(self.heirs) and set(self.heirs) <= set(names))
+        most = twice > size or (twice == size and self.members[0] in names)
+        return (most and self.stay <= set(names)) or (bool(self.heirs) and set(self.heirs) <= set(names))
 
     def _to_all(self, kind: str) -> Sends:
         vote = self._vote(kind, self.ballot)
@@ -185,12 +188,14 @@ class Rounds:
         self.states: dict[Key, CommitState] = {}
         self._name, self._early = name, dict[Key, list[tuple[tuple[str, ...], Vote]]]()
 
-    def arrives(self, key: Key, members: tuple[str, ...], has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
+    def arrives(self, key: Key, view: View, has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
         """Come to a round with the messages that this member has. Return the votes to send, by key, as `heard` does."""
-        own = tuple(name for name in members if name in has)
+        own = tuple(name for name in view.members if name in has)
+        begins = not any(k[0] == key[0] and k[2] == key[2] and k != key for k in self.states)
+        stay = frozenset(view.members).intersection(view.before) if begins else frozenset[str]()
         past = sorted((k for k in self.states if k[2] == key[2]), key=lambda k: k[1])[:-KEPT]
         self.states = {k: state for k, state in self.states.items() if k not in past}
-        self.states[key] = CommitState(self._name, members, own, chain)
+        self.states[key] = CommitState(self._name, view.members, own, chain, stay=stay)
         early = [k for k in self._early if k[1:] == key[1:]]
         votes = [(k, *vote) for k in early for vote in self._early.pop(k)]
         self._early = {k: found for k, found in self._early.items() if k[2] != key[2] or k[1] > key[1]}

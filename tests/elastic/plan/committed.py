@@ -3,8 +3,8 @@
     python -m tests.elastic.plan.committed SEED         what happened, line by line
     python -m tests.elastic.plan.committed FIRST LAST   the seeds that fail, and why
 
-A worker holds a number x; each round it learns something, sends x - anchor through a toy codec, and steps from the anchor
-by what its members commit.
+A worker holds a number x; each round it learns something, sends x - anchor through a toy codec, and steps from the
+anchor by what its members commit.
 """
 
 import random
@@ -137,7 +137,7 @@ class CommittedWorld(World):
             came = {j for j, found in frames.items() if found is not None and found[1] == held.chain}  # type: ignore[index]
             has = tuple(j for j in view.members if j == name or j in came)
             self.come.add((name, key))
-            self._sends(name, self.votes[name].arrives(key, view.members, has, held.chain))
+            self._sends(name, self.votes[name].arrives(key, view, has, held.chain))
             self._again(name, key)
         self._drive(name, key, again=False)
 

@@ -44,7 +44,7 @@ class Commits:
         key, client = (view.key, round, part), self._worker.lobby_client
         end, again = time.monotonic() + self._seconds, 0.0
         with client.changed:
-            self._send(self.rounds.arrives(key, view.members, has, chain))
+            self._send(self.rounds.arrives(key, view, has, chain))
             while (decision := self.rounds.states[key].decided) is None:
                 now, newer = time.monotonic(), self._later(view)
                 if now > end:

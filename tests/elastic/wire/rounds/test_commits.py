@@ -90,7 +90,9 @@ class Members:
     def counted(self, round: int) -> list[int]:
         """Where the machine is so busy that a connection isn't made in time, not all."""
         commits: Any = self.exchanges[0].commits
-        return [self.view.members.index(name) for name in commits.rounds.states[self.view.key, round, 0].decided.counted]
+        return [
+            self.view.members.index(name) for name in commits.rounds.states[self.view.key, round, 0].decided.counted
+        ]
 
     def states(self, rank: int) -> list[str]:
         return [digest(state) for state in self.mixers[rank]._states] + [str(self.exchanges[rank].chain)]
