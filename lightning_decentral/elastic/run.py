@@ -177,12 +177,8 @@ class ElasticRun(WatchedProcess):
         whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
-        return {
-            "trainer": loops.copied(whole),
-            "rule": self._rule(),
-            **self._given.now(parts),
-            "run": self._member.given(),
-        }
+        own = {"trainer": loops.copied(whole), "rule": self._rule()}
+        return {**own, **self._given.now(parts), "run": self._member.given()}
 
     def _rule(self) -> dict[str, Any]:
         """Copy the rule's state: for outer rounds anchors, momenta and the checksum of decisions."""

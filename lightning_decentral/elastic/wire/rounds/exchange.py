@@ -239,11 +239,10 @@ class ElasticExchange(Exchange[PeerMessage]):
         self.worker.mesh.awaited = self.order is None
         links = ViewTransport(self.worker, view)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
+        exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         if self.commits:
             decide = partial(self._decide, self.commits, view)
-            exchange: PeerExchange = CommittedExchange(*plan, decide=decide, chain=lambda: self.chain)
-        else:
-            exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
+            exchange = CommittedExchange(*plan, decide=decide, chain=lambda: self.chain)
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules that were admitted before the first view
         self.coder = exchange.coder
@@ -254,9 +253,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         self._since = self._since[-KEPT_VIEWS:]
 
     def _decide(self, commits: Commits, view: View, round: int, ranks: Collection[int]) -> list[int]:
-        """Return the ranks of the members whose messages of this round are mixed, on all members alike."""
-        has = {view.members[rank] for rank in ranks}
-        decision = commits.decide(view, round, self.part, self.chain, has)
+        decision = commits.decide(view, round, self.part, self.chain, {view.members[rank] for rank in ranks})
         self.chain = decision.chain(round)
         return [view.members.index(name) for name in decision.counted]
 

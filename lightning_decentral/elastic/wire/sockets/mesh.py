@@ -280,11 +280,8 @@ class Line(threading.Thread):
         if self.connection is None:
             self._connect(first)
         assert self.connection is not None
-        if sent.vote is not None:
-            self.connection.sendall(frame({"vote": sent.vote}))
-            return
         head = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
-        self.connection.sendall(frame(head))
+        self.connection.sendall(frame(head if sent.vote is None else {"vote": sent.vote}))
         self.connection.sendall(sent.payload)
 
     def _hang_up(self) -> None:
