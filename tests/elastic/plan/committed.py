@@ -54,9 +54,9 @@ class CommittedWorld(World):
         self.asks: set[str] = set()
         self.come: set[tuple[str, Key]] = set()
         self.sent: dict[tuple[Key, str], float] = {}
-        self.committed: dict[tuple[str, Key], Proposal] = {}
+        self.committed: list[tuple[str, str, Key, Proposal]] = []  # (run, member, ...)
         self.path: dict[int, tuple[int, Key, Proposal]] = {}  # {checksum after: (checksum before, ...)}
-        self.after: dict[tuple[str, Key], Held] = {}
+        self.after: dict[tuple[str, int], Held] = {}  # by checksum
         self.events: Counter[str] = Counter()
         super().__init__(seed, bounds, size)
 
@@ -114,6 +114,15 @@ class CommittedWorld(World):
             number, held = self.kept[giver]
             if number == view.number:
                 self.net.send(giver, name, lambda: self.on(name, lambda w: self._takes(name, w, view, held)))
+            elif number > view.number:
+                self.net.send(giver, name, lambda: self.on(name, lambda w: self._too_late(name, w, view)))
+
+    def _too_late(self, name: str, worker: Worker, view: View) -> tuple[MemberState, list[Any]]:
+        if self.first.get(name) != view.number:
+            self.events["too late"] += 1
+            self.end(name, notice=True)
+            self.net.at(0.2, self.start)
+        return worker.state, []
 
     def _takes(self, name: str, worker: Worker, view: View, held: Held) -> tuple[MemberState, list[Any]]:
         if self.first.get(name) != view.number:
@@ -178,21 +187,30 @@ class CommittedWorld(World):
             self.net.at(0.2, self.start)
             return
         run = view.origin
-        others = self.committed.setdefault((run, key), decided)
-        assert others == decided, f"{name} commits {decided} of {key}, others {others}"
+        self.committed.append((run, name, key, decided))
         self.path[decided.chain(key[1])] = (held.chain, key, decided)
-        rival = [(k, p) for (of, k), p in self.committed.items() if of == run and k[1] == key[1] and k != key]
-        assert not (decided.counted and any(p.counted for _, p in rival)), f"{key} and {rival} are committed"
-        self.events["late"] += any(p != decided for _, p in rival)
+        now = worker.state.mine.view
+        goes_on = [
+            (j, k, p)
+            for of, j, k, p in self.committed[-400:]
+            if (of, k[1]) == (run, key[1]) and p != decided and self.workers[j].alive and now and j in now.members
+        ]
+        both = [one for one in goes_on if one[2].counted and decided.counted and self._in_view_of(name, one[0])]
+        assert not both, f"{name} commits {decided} of {key}, {both} go on, too"
+        self.events["late"] += bool(goes_on)
         ways = [self.sent[key, j] for j in decided.counted]
         own = way if name in decided.counted else 0.0
         after: Held = held.stepped(own, ways, *self.rule, chain=decided.chain(key[1]))
         worker.x = after  # type: ignore[assignment]
-        seen = self.after.setdefault((run, key), after)
+        seen = self.after.setdefault((run, after.chain), after)
         assert (seen.anchor, seen.m, seen.chain) == (after.anchor, after.m, after.chain), (name, seen, after)
         self.events["committed" if decided.counted else "dropped"] += 1
         self.events["without some"] += 0 < len(decided.counted) < len(view.members)
         self.mixed += 1
+
+    def _in_view_of(self, name: str, other: str) -> bool:
+        theirs = self.workers[other].state.mine.view
+        return theirs is not None and name in theirs.members
 
     def _sends(self, name: str, found: list[tuple[Key, Sends]]) -> None:
         for key, sends in found:
