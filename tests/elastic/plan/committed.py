@@ -52,6 +52,7 @@ class CommittedWorld(World):
         self.kept: dict[str, tuple[int, Held]] = {}  # {member: (number of a view, for its newcomers)}
         self.first: dict[str, int] = {}  # {member: number of the view that it has begun}
         self.asks: set[str] = set()
+        self.last: dict[str, int] = {}  # {member: the round that it has begun}
         self.come: set[tuple[str, Key]] = set()
         self.sent: dict[tuple[Key, str], float] = {}
         self.committed: list[tuple[str, str, Key, Proposal]] = []  # (run, member, ...)
@@ -71,6 +72,12 @@ class CommittedWorld(World):
         view = worker.state.view_of(round)
         if view is None or not self._begins(name, worker, view):
             return
+        if self.last.setdefault(name, round - 1) < round - 1:  # `Participant.begin` ends with an error
+            self.events["skipped"] += 1
+            self.end(name, notice=True)
+            self.net.at(0.2, self.start)
+            return
+        self.last[name] = round
         worker.state = worker.state.begins(round, self.net.now - worker.began_at)
         held: Any = worker.x
         held = replace(held, x=held.x + random.Random(f"{name} {round}").gauss(1, 1))
