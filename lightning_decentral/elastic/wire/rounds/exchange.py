@@ -6,8 +6,8 @@
 The message of a neighbour that ended is replaced by this member's own: the neighbour's weight stays here until the next
 view. With symmetric weights the mean of the remaining members is preserved: either both members of a pair exchange, or
 (if one is lost or in another view) neither does. While a view stays, rounds equal those of `PeerExchange` bit for bit.
-With an `order` no member waits, and each mixes what it has received (`AsynchronousExchange`). With `commits` all
-members of a view mix the same messages of a round, or none (`commits.CommittedExchange`).
+With an `order` no member waits, and each mixes what it has received (`AsynchronousExchange`). With `commits` all mix
+the same messages (`commits.CommittedExchange`).
 
 Messages are CPU tensors, point to point (`ViewTransport`). Rounds are numbered, so a member in another view, or that
 skipped a round, isn't awaited; a message that never comes is no error.
@@ -240,8 +240,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         links = ViewTransport(self.worker, view)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
-        if self.commits:
-            decide = partial(self._decide, self.commits, view)
+        if decide := self.commits and partial(self._decide, self.commits, view):
             exchange = CommittedExchange(*plan, decide=decide, chain=lambda: self.chain)
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules that were admitted before the first view
