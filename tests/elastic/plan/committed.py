@@ -5,6 +5,10 @@
 
 A worker holds a number x; each round it learns something, sends x - anchor through a toy codec, and steps from the
 anchor by what its members commit.
+
+Of seeds 0 to 249 and 900 to 1899 three fail. In 965 and 1855 members are started again without an end and no round is
+committed: in 965 they skip rounds or come too late for a view's anchors, quicker than views settle. In 1762 the lobby
+makes a member of a former one. In none do members that go on differ.
 """
 
 import random
