@@ -13,16 +13,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.plan.view import ElasticSettings
-from lightning_decentral.gossip.compute.combine.combine import Combine, Rule
+from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.plan.checks import check_equals
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
-UNSERVED: Mapping[str, tuple[Any, ...]] = {"states": (None, {}), "exact_steps": (0,)}
-"""{option of GossipStrategy: the values that it may have in an elastic run}"""
+UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "states": (
+        (None, {}),
+        "a newcomer and the members would have to agree on them: use Muon, which does without",
+    ),
+    "exact_steps": ((0,), "begin with PseudoGradient(lr=1, momentum=0) over Complete(), save, and resume"),
+}
+"""{option of GossipStrategy: (the values that it may have in an elastic run, what else may be done)}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
 """Settings that may differ among workers: addresses, weights, devices; and `dead_after`, which the lobby sets."""
 MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for the largest.
@@ -30,9 +37,9 @@ MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for
 
 def served(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that elastic runs support. ValueError for another option; the error names it."""
-    for name, values in UNSERVED.items():
+    for name, (values, remedy) in UNSERVED.items():
         if name in options and options[name] not in values:
-            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out")
+            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out; {remedy}")
     return {name: value for name, value in options.items() if name not in UNSERVED}
 
 
@@ -45,25 +52,41 @@ def elastic_rule(
     assert isinstance(combine, Combine)
     if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
         given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which wait for no message: leave it out")
-    if len(topology.fragments) > 1:
-        raise ValueError(f"{topology!r} isn't compatible with elastic, as each fragment has its own rounds: use Auto()")
-    most, one = elastic.workers[1], topology.placed(1)
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+    most, fragments = elastic.workers[1], topology.placed(1).fragments
     try:
-        placed = combine.placed(one, most)
-        for size in sorted({*range(2, min(most, MOST_CHECKED) + 1), most} - {1}):
-            if combine.placed(one, size) != placed:
+        placed = combine.placed(fragments[0], most)
+        for size in _sizes(most):
+            if combine.placed(fragments[0], size) != placed:
                 raise ValueError(f"{combine!r} differs from the rule for {most} workers: give its numbers")
-            placed.check(one, size, weights, delay)
+            for fragment in fragments:
+                placed.check(fragment, size, weights, delay)
     except ValueError as error:
         raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
     # Differences from earlier messages need those messages at both ends of a link, which a newcomer doesn't have.
     if codec.remembers or not (codec.complete or placed.form.differences):
         raise ValueError(
             f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "
-            "neighbours change; use Int8() or BFloat16()"
+            "neighbours change; use Int8() or BFloat16(), or combine=PseudoGradient() with Int4(), Int2() or TopK()"
         )
+    refuse_overshoot(codec, placed)
     return placed
+
+
+def committed_rule(placed: Combine, topology: Topology, weights: Weights, most: int) -> Combine | None:
+    """Return the form of an outer rule whose rounds are committed (`plan.commit`), if all members always average all;
+    None for other rules and topologies, where each member mixes what it has received."""
+    try:
+        for size in _sizes(most):
+            for fragment in topology.placed(1).fragments:
+                check_equals(type(placed).__name__, fragment, size, weights)
+    except ValueError:
+        return None
+    return placed.aligned
+
+
+def _sizes(most: int) -> list[int]:
+    return sorted({*range(2, min(most, MOST_CHECKED) + 1), most} - {1})
 
 
 def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:

@@ -28,6 +28,7 @@ from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
+from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
@@ -74,7 +75,9 @@ class ElasticRun(WatchedProcess):
         self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
-        self._exchange: ElasticExchange | None = None
+        self._committed = checks.committed_rule(self.combine, topology, weights, elastic.workers[1])
+        self._exchanges: list[ElasticExchange] = []  # one for each fragment of the model
+        self._commits: Commits | None = None
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
@@ -136,14 +139,22 @@ class ElasticRun(WatchedProcess):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
-            raise ValueError(f"elastic runs need one optimizer, this module has {len(self.optimizers)}")
+            raise ValueError(
+                f"elastic runs need one optimizer, this module has {len(self.optimizers)}: give one with several "
+                "parameter groups, as Muon(muon_groups(self))"
+            )
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # the loader is made again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
-        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
-        self._exchange = ElasticExchange(*plan, order=self.elastic.asynchronous)
+        if self._committed and self._member.leads:
+            self._commits = Commits(self._member.worker, self._group.timeout.total_seconds())
+        plan, order = (self.weights, self._member.worker, self.codec), self.elastic.asynchronous
+        self._exchanges = [
+            ElasticExchange(fragment, *plan, order=order, commits=self._commits, part=part)
+            for part, fragment in enumerate(self.topology.placed(1).fragments)
+        ]
         self._held = self.holding(self._member)
         value = self._member.healed()
         self._rank_as(int(value is not None or not self._member.leads))
@@ -152,6 +163,7 @@ class ElasticRun(WatchedProcess):
             self._given.thaw(self._module, value)
         if self._held.mixes:
             self._held.restore(self._mixers, value and value["rule"], self.optimizers)
+            self._go_on_from(value["rule"] if value else {})
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         loops.take(trainer, checkpoint)
@@ -165,19 +177,27 @@ class ElasticRun(WatchedProcess):
         whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
-        rule = self._mixers.state_dict(lambda each: each.mixer.kept())
-        own = {"trainer": loops.copied(whole), "rule": loops.copied(rule)}
+        own = {"trainer": loops.copied(whole), "rule": self._rule()}
         return {**own, **self._given.now(parts), "run": self._member.given()}
+
+    def _rule(self) -> dict[str, Any]:
+        """Copy the rule's state: for outer rounds anchors, momenta and the checksum of decisions."""
+        rule = loops.copied(self._mixers.state_dict(lambda each: each.mixer.kept()))
+        return {**rule, "chains": [exchange.chain for exchange in self._exchanges]}
+
+    def _go_on_from(self, rule: dict[str, Any]) -> None:
+        for exchange, chain in zip(self._exchanges, rule.get("chains", ()), strict=False):
+            exchange.chain = chain
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
 
     def _making(self) -> MixerFactory:
         def mixers() -> list[Mixer]:
-            assert self._exchange is not None
-            mixer = self._held.mixer(self.combine, self._exchange, self.delay)
-            mixer.healing = self._held.healing(self.heals, self._module)
-            return [mixer]
+            made = [self._held.mixer(self._committed or self.combine, each, self.delay) for each in self._exchanges]
+            for mixer in made:
+                mixer.healing = self._held.healing(self.heals, self._module)
+            return made
 
         pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
         return MixerFactory(mixers, pack, known=self.model_layout, meet=loops.refuse_others)
@@ -192,15 +212,14 @@ class ElasticRun(WatchedProcess):
 
     def _begin(self, calendar: Callable[[], Calendar] | None = None) -> None:
         """Begin the next round. `calendar` makes the run's calendar, on the oldest of the first members."""
-        member, exchange, trainer = self._member, self._exchange, self._module.trainer
+        member, trainer = self._member, self._module.trainer
         assert member is not None
-        assert exchange is not None
         goes_on = member.calendar if member.live and self.elastic.asynchronous else None
         until = loops.last_to_leave_for(trainer, goes_on, member.round + 1) if goes_on else 0
         left_out = member.begin(self._copy, until)
         if left_out and goes_on:
             loops.leave_out(trainer, goes_on, member.round, left_out)
-        member.enter(exchange)
+        self._enter(member)
         self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
         if self.global_rank == 0 and not self._logs:
             self._logs = True
@@ -209,11 +228,37 @@ class ElasticRun(WatchedProcess):
         state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
-            loops.restored(trainer, state)
-            if "given" in state:  # may have changed since this worker fetched it
-                if refused := self._given.refuses(state):
-                    raise ValueError(refused)
-                self._given.thaw(self._module, state)
+            self._learn(state)
+
+    def _enter(self, member: Participant) -> None:
+        if self._committed and member.entered and member.live:
+            self._mixers.settle()  # a newcomer has no part in the round in flight, and begins with the anchor after it
+            self._held.mixed(self.counted())
+        for exchange in self._exchanges:
+            member.enter(exchange)
+
+    def _learn(self, state: dict[str, Any]) -> None:
+        """Take what all members share, as another member has it in this worker's first round."""
+        loops.restored(self._module.trainer, state)
+        if "given" in state:  # it may have changed since this worker was healed
+            if refused := self._given.refuses(state):
+                raise ValueError(refused)
+            self._given.thaw(self._module, state)
+        if "anchors" in state:
+            self._begin_at(state["anchors"])
+
+    def _begin_at(self, rule: dict[str, Any]) -> None:
+        """Begin at the members' anchors, which may have moved since this worker was healed."""
+        if self._held.mixes:
+            for own, given in zip(self._mixers, rule["mixers"], strict=True):
+                own.adopt()
+                for bucket in own.buckets:
+                    bucket.adopt()
+                if self._member is not None and self._member.leads:
+                    own.mixer.begin_at(given["states"])
+                own.store()
+            self._go_on_from(rule)
+        self._held.mixed(self.counted())
 
     def _state(
         self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[checks.Part]
@@ -223,8 +268,9 @@ class ElasticRun(WatchedProcess):
             member.calendar = calendar()
         if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
-        member.knows()  # otherwise it would send a history with gaps
-        return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
+        member.knows()  # else it would pass on a history with gaps
+        anchors = {"anchors": self._rule()} if self._committed and self._held.mixes else {}
+        return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given(), **anchors}
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -284,6 +330,8 @@ class ElasticRun(WatchedProcess):
     def teardown(self) -> None:
         self._watched.close()
         member, self._member, self._early = self._member or self._early, None, None
+        if self._commits is not None:
+            self._commits.close()
         if member is not None:
             member.leave()
         super().teardown()

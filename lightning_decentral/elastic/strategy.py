@@ -41,8 +41,9 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     Args:
         elastic: the lobby at which workers meet, and its limits.
         topology, weights, delay, evaluate, timeout, bucket_bytes, heals: as `GossipStrategy`'s.
-        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer` or `OuterNesterov`; other rules keep sums over all workers.
-        codec: one without state between rounds: `Int8()`, or a smaller type.
+        combine: `Gossip`, `QuasiGlobalMomentum`, `Outer`, `OuterNesterov` or `PseudoGradient`; other rules keep sums
+            over all workers. Outer rounds in which all average all are committed (`elastic.plan.commit`).
+        codec: one without state between rounds: `Int8()`, a smaller type; with `PseudoGradient` coarser ones, too.
         island: devices that are one worker (`AllReduce`, `FullyShard`): it dies, restarts and joins as a whole.
         **ddp: options of Lightning's DDPStrategy. Other options of `GossipStrategy` are refused.
 

@@ -8,6 +8,8 @@ from lightning_decentral import TokenPipelineStrategy
 from lightning_decentral.gossip import (
     Auto,
     BFloat16,
+    Codec,
+    Complete,
     Elastic,
     ElasticGossipStrategy,
     Every,
@@ -21,16 +23,19 @@ from lightning_decentral.gossip import (
     Outer,
     OuterNesterov,
     Plain,
+    PseudoGradient,
     QuasiGlobalMomentum,
     RandomMatching,
     Ring,
+    Stream,
+    TopK,
 )
 from tests.gossip import codecs, rules, topologies
 
 ELASTIC = Elastic(lobby="127.0.0.1:29400", workers=(2, 6))
-RULES = {Gossip, Outer, OuterNesterov, QuasiGlobalMomentum}
+RULES = {Gossip, Outer, OuterNesterov, QuasiGlobalMomentum, PseudoGradient}
 CODECS = {Plain, Int8, BFloat16, Float16, Float32}
-INELASTIC = {"FromGraph", "Hypercube", "Stream"}  # for some numbers of workers only; in fragments
+INELASTIC = {"FromGraph", "Hypercube"}  # for some numbers of workers only
 
 
 def goes_on(name: str, **options: Any) -> bool:
@@ -55,13 +60,45 @@ def refusal(**options: Any) -> str:
 @pytest.mark.parametrize("rule", rules.instances(), ids=str)
 def test_rules(rule: Any) -> None:
     name = type(rule).__name__
-    plans = [goes_on(name, combine=rule, topology=Every(2, RandomMatching(rounds=4)), delay=d) for d in (0, 1, 2)]
+    topologies = Every(2, RandomMatching(rounds=4)), Every(2, Complete())
+    plans = [goes_on(name, combine=rule, topology=of, delay=d) for of in topologies for d in (0, 1, 2)]
     assert any(plans) == (type(rule) in RULES)
 
 
 @pytest.mark.parametrize("codec", codecs.instances(), ids=str)
 def test_codecs(codec: Any) -> None:
     assert goes_on(type(codec).__name__, codec=codec, combine=Gossip(rate=0.5)) == (type(codec) in CODECS)
+
+
+@pytest.mark.parametrize("codec", codecs.instances(), ids=str)
+def test_codecs_of_displacements(codec: Codec) -> None:
+    """All that keep no estimates: what a codec loses stays in its sender's parameters."""
+    options = {"combine": PseudoGradient(lr=1.0, momentum=0.0), "topology": Every(4, Complete())}
+    assert goes_on(type(codec).__name__, codec=codec, **options) == (not codec.remembers)
+
+
+def test_a_long_outer_step_of_a_codec_that_sends_in_parts_is_refused() -> None:
+    options = {"combine": PseudoGradient(lr=0.7, momentum=0.9), "topology": Every(4, Complete()), "codec": TopK()}
+    assert "rounds later: keep it to 1.5" in refusal(**options)
+
+
+COMPLETE, PAIRS = Every(4, Complete()), Every(4, RandomMatching(rounds=4))
+
+
+@pytest.mark.parametrize(
+    ("rule", "topology", "commits"),
+    [
+        (OuterNesterov(), COMPLETE, True),
+        (Outer(), COMPLETE, True),
+        (PseudoGradient(), Stream(steps=4, parts=2, inner=Complete()), True),
+        (Outer(), PAIRS, False),
+        (Gossip(), COMPLETE, False),
+    ],
+    ids=str,
+)
+def test_outer_rounds_of_all_are_committed(rule: Any, topology: Any, commits: bool) -> None:
+    made: Any = GossipStrategy(elastic=ELASTIC, combine=rule, topology=topology, delay=0)
+    assert (made._committed is not None) is commits
 
 
 def test_topologies() -> None:

@@ -3,5 +3,6 @@
     state, message received, now -> state, actions
 
 No sockets, no clock, no torch: `wire` adds real sockets and clocks, tests add virtual ones. A `view` is a numbered
-membership; `lobby_state` and `member_state` are state machines, which exchange `messages`. Public: none.
+membership; `lobby_state` and `member_state` are state machines, which exchange `messages`; `commit` is that of an outer
+round. Public: none.
 """

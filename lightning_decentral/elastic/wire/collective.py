@@ -90,10 +90,14 @@ class Collective:
         could have it."""
         end = time.monotonic() + seconds
         while (asked := members()) and time.monotonic() < end:
+            later = 0
             for name in asked:
-                found, value, _ = self.found(name, ("view", view))
+                found, value, over = self.found(name, ("view", view))
                 if found:
                     return value
+                later += over
+            if later == len(asked):  # all keep a later view's value: this newcomer comes too late
+                break
             time.sleep(KEPT_SECONDS)
         return None
 
@@ -200,6 +204,6 @@ class Collective:
             return bool(begun), over, begun[0] if begun else None
         if what == "view":
             view, kept = self._kept
-            return view == nth, False, kept if view == nth else None
+            return view == nth, view > nth, kept if view == nth else None
         key = int(what), int(nth)
         return key in self._results, self._now > key, self._results.get(key)

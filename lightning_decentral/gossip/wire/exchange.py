@@ -47,6 +47,10 @@ class Copied:
         return self
 
 
+class Dropped(Exception):
+    """Raised by `land` if a round has no mixture: the rule's state and the parameters stay as they are."""
+
+
 class MessageInFlight(ABC):
     """One bucket's message of a round in flight, and the mixture that comes back for it."""
 

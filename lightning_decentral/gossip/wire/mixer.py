@@ -13,7 +13,16 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.wire.exchange import Copied, Exchange, Flight, Landed, Number, Traffic
+from lightning_decentral.gossip.wire.exchange import (
+    Copied,
+    Dropped,
+    Exchange,
+    Flight,
+    Landed,
+    MessageInFlight,
+    Number,
+    Traffic,
+)
 
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
@@ -113,6 +122,15 @@ class Mixer:
         self._states = [self._combine.init(bucket.flat) for bucket in self.buckets]
         self.round, self.steps = self.round + 1, self.steps + 1
 
+    @torch.no_grad()
+    def begin_at(self, states: Sequence[State]) -> None:
+        """Continue from another worker's rule states, at its anchors. RuntimeError if it mixes other buckets."""
+        if [s["anchor"].numel() for s in states] != [bucket.flat.numel() for bucket in self.buckets]:
+            raise RuntimeError("parameters were unfrozen while this worker joined: start it again")
+        for bucket, own, state in zip(self.buckets, self._states, states, strict=True):
+            own.update((name, value.to(bucket.flat.device, copy=True)) for name, value in state.items())
+            bucket.flat.copy_(own["anchor"])
+
     def shown(self) -> list[Tensor]:
         """Tensors to evaluate instead of each bucket; empty for the parameters themselves."""
         return [tensor for tensor in map(self._combine.shown, self._states) if tensor is not None]
@@ -193,7 +211,7 @@ class Mixer:
             mixed, copied = None, None
             try:
                 if rate is None:
-                    mixed = message.land()
+                    mixed = _landed(message)
                 else:
                     if leaving and flight is due[-1] and self._sends_x:
                         copied = self.exchange.copied(x, leaving.round, place)
@@ -258,3 +276,11 @@ class Mixer:
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self.healing.load_state_dict(state.get("healing") or self.healing.state_dict())
         self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
+
+
+def _landed(message: MessageInFlight) -> Tensor | None:
+    """Return the mixture that comes back for a message; None if the round has none."""
+    try:
+        return message.land()
+    except Dropped:
+        return None

@@ -134,7 +134,7 @@ class OptimizerMixer:
         for state in self.states:
             state.mixer.step(learning_rate)
         layouts.done()
-        self._store()
+        self.store()
         if self.recovery.recovers:
             self.recovery.end()
         self.written.stepped()
@@ -145,10 +145,10 @@ class OptimizerMixer:
         self.mixer.drain()
         for state in self.states:
             state.drain()
-        self._store()
+        self.store()
         self.written.note()
 
-    def _store(self) -> None:
+    def store(self) -> None:
         for bucket in self.buckets:
             bucket.store()
 

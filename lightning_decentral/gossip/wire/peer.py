@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class PeerMessage(EarlyArrival):
         if received:
             mix(own, [mixed, *others], [self.row[exchange.transport.rank], *(self.row[j] for j in received)])
         exchange.pool.give(others)
-        self._release()
+        self.release()
         if complaint:
             exchange.verdicts.refuse_own(own, mixed)
         return mixed
@@ -139,7 +139,7 @@ class PeerMessage(EarlyArrival):
         else:
             assert copied.headers is not None
             correct_and_state_(copied.message, copied.headers[0], x, *terms, rate, copied.step, copied.elements)
-        self._release()
+        self.release()
         self.exchange.pool.give(received.values())
 
     def keep(self, corrects: bool) -> Landed:
@@ -147,7 +147,7 @@ class PeerMessage(EarlyArrival):
             return super().keep(corrects)
         received = self._arrived()
         added = difference(*self._terms(received))  # what `correct` would add
-        self._release()
+        self.release()
         self.exchange.pool.give(received.values())
         return Landed(self.sent, added, corrects=True)
 
@@ -165,7 +165,7 @@ class PeerMessage(EarlyArrival):
             self.land(judged=True)  # mixes what heals this worker, and raises
         return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Wait until the messages have been sent, and return their buffers to the pool."""
         for pending in self.outgoing:
             pending.wait()
@@ -185,6 +185,7 @@ class PeerExchange(Arrivals[PeerMessage]):
 
     coder: Coder = field(init=False)
     _combine: Combine | None = field(default=None, init=False)
+    made: ClassVar[type[PeerMessage]] = PeerMessage
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,7 +224,7 @@ class PeerExchange(Arrivals[PeerMessage]):
             # The scale of the decoded message, which may overflow; now, while the message is in the processor's cache.
             headers[0].copy_(stated([step, self._elements], [sent], self.device))
         # On the CPU a thread mixes, during training.
-        return PeerMessage(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
+        return self.made(self, step, place, at.row, sent, headers, packets, buffers, cuda and bool(buffers))
 
     def receive(self, message: PeerMessage) -> tuple[Mapping[int, Tensor], Tensor]:
         """Wait for the messages to this worker, decode and check them, on the current stream. Returns ({source: its

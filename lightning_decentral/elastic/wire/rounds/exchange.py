@@ -6,7 +6,8 @@
 The message of a neighbour that ended is replaced by this member's own: the neighbour's weight stays here until the next
 view. With symmetric weights the mean of the remaining members is preserved: either both members of a pair exchange, or
 (if one is lost or in another view) neither does. While a view stays, rounds equal those of `PeerExchange` bit for bit.
-With an `order` no member waits, and each mixes what it has received (`AsynchronousExchange`).
+With an `order` no member waits, and each mixes what it has received (`AsynchronousExchange`). With `commits` all mix
+the same messages (`commits.CommittedExchange`).
 
 Messages are CPU tensors, point to point (`ViewTransport`). Rounds are numbered, so a member in another view, or that
 skipped a round, isn't awaited; a message that never comes is no error.
@@ -14,8 +15,9 @@ skipped a round, isn't awaited; a message that never comes is no error.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from statistics import fmean
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from lightning_decentral.elastic.plan.asynchronous import Arrival, Asynchronous
 from lightning_decentral.elastic.plan.view import View, place_of
 from lightning_decentral.elastic.wire.joining import Endpoint
+from lightning_decentral.elastic.wire.rounds.commits import Commits, CommittedExchange
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.elastic.wire.sockets.mesh import Slot
 from lightning_decentral.gossip.compute.combine.combine import Combine
@@ -216,7 +219,10 @@ class ElasticExchange(Exchange[PeerMessage]):
     worker: Endpoint
     codec: Codec = Plain()  # noqa: RUF009 - frozen and stateless, as a link's ends share no history
     pool: Pool = field(default_factory=Pool)
-    order: Asynchronous | None = None  # for asynchronous rounds; None: a round waits for the live members of its view
+    order: Asynchronous | None = None  # asynchronous rounds; None: a round waits for the live members of its view
+    commits: Commits | None = None  # decides each round once for all; None: each member mixes what it has received
+    part: int = 0  # number of this exchange among the worker's
+    chain: int = 0  # checksum of the decisions so far, equal on all members
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -233,7 +239,9 @@ class ElasticExchange(Exchange[PeerMessage]):
         self.worker.mesh.awaited = self.order is None
         links = ViewTransport(self.worker, view)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
-        exchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
+        exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
+        if decide := self.commits and partial(self._decide, self.commits, view):
+            exchange = CommittedExchange(*plan, decide=decide, chain=lambda: self.chain)
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules that were admitted before the first view
         self.coder = exchange.coder
@@ -242,6 +250,11 @@ class ElasticExchange(Exchange[PeerMessage]):
         for _, old, _ in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()
         self._since = self._since[-KEPT_VIEWS:]
+
+    def _decide(self, commits: Commits, view: View, round: int, ranks: Collection[int]) -> list[int]:
+        decision = commits.decide(view, round, self.part, self.chain, {view.members[rank] for rank in ranks})
+        self.chain = decision.chain(round)
+        return [view.members.index(name) for name in decision.counted]
 
     @property
     def age(self) -> float:

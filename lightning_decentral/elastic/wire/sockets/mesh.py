@@ -1,6 +1,7 @@
 """Connections among members: each member sends on connections that it makes and receives on those that it accepts.
 
-    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting has the first (round, slot)
+    rounds   frames {view's key, round, slot} with a tensor's bytes, in order; the greeting has the first (round, slot);
+             among them votes, of frames alone (`plan.commit`)
     beats    heartbeats of members that don't reach the lobby
     heal     a newcomer fetches the training state (`state_transfer`)
 
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
 from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
@@ -36,10 +37,10 @@ class Slot(NamedTuple):
 
 
 class Sent:
-    """A message queued to be sent."""
+    """A message queued to be sent: a tensor's bytes, or a vote."""
 
-    def __init__(self, slot: Slot, payload: memoryview) -> None:
-        self.slot, self.payload = slot, payload
+    def __init__(self, slot: Slot, payload: memoryview, vote: Mapping[str, Any] | None = None) -> None:
+        self.slot, self.payload, self.vote = slot, payload, vote
         self.over = threading.Event()
 
     def wait(self) -> None:
@@ -60,6 +61,8 @@ class Mesh:
         self.round = 0
         self.awaited = True  # keep all messages until taken; False: keep the two newest rounds of each sender
         self.begun: dict[str, int] = {}  # {sender: its newest round received}
+        self.on_vote: Callable[[Any], None] = lambda vote: None  # called with `changed` held, for each vote received
+        self.coming: dict[str, tuple[int, int]] = {}  # {receiver: (round, slot) before which nothing is sent to it now}
         self._inbox: dict[Slot, bytearray] = {}  # received messages, until taken
         self._floor: dict[str, tuple[int, int]] = {}  # {sender: (round, slot) before which no message comes}
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
@@ -70,7 +73,13 @@ class Mesh:
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
         """Queue a message to a member, which listens at the address `place`."""
-        sent = Sent(Slot(self.name, key, round, slot), payload)
+        return self._queued(to, place, Sent(Slot(self.name, key, round, slot), payload))
+
+    def vote(self, to: str, place: str, vote: Mapping[str, Any]) -> Sent:
+        """Queue a vote to a member, which may be lost."""
+        return self._queued(to, place, Sent(Slot(self.name, 0, 0, 0), memoryview(b""), vote))
+
+    def _queued(self, to: str, place: str, sent: Sent) -> Sent:
         with self.changed:
             line = self._lines.get(to)
             if line is None or line.place != place or line.over:
@@ -136,6 +145,7 @@ class Mesh:
                 self.lost.discard(name)
                 self.begun.pop(name, None)
                 self._floor.pop(name, None)
+                self.coming.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
             connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
@@ -164,6 +174,11 @@ class Mesh:
         try:
             while True:
                 found = receive(connection)
+                if "vote" in found:
+                    with self.changed:
+                        self.on_vote(found["vote"])
+                        self.changed.notify_all()
+                    continue
                 slot = Slot(sender, *(int(found[name]) for name in ("key", "round", "slot")))
                 payload = receive_bytes(connection, int(found["bytes"]), self._largest)  # outside of the lock
                 with self.changed:
@@ -230,7 +245,7 @@ class Line(threading.Thread):
             except OSError:
                 self._hang_up()
                 sent.over.set()
-                self._excuse(sent.slot)
+                self._excuse()
             sent.over.set()
         self._hang_up()
 
@@ -241,11 +256,11 @@ class Line(threading.Thread):
             if self._queue.empty():
                 self.put(None)
 
-    def _excuse(self, lost: Slot) -> None:
-        """Connect again if no queued message does: the member may wait for the lost one, and sends nothing itself."""
+    def _excuse(self) -> None:
+        """Connect again if no queued message will: the member may wait for the lost one, and sends nothing itself."""
         while self.connection is None and self._queue.empty():
             try:
-                self._connect((lost.round, lost.slot + 1))
+                self._connect(self._mesh.coming.get(self._to, (0, 0)))
             except ConnectionRefusedError:
                 self._end()
             except OSError:
@@ -258,12 +273,15 @@ class Line(threading.Thread):
         self.connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
 
     def _send(self, sent: Sent) -> None:
-        slot = sent.slot
+        slot, first = sent.slot, self._mesh.coming.get(self._to, (0, 0))
+        if sent.vote is None:
+            first = slot.round, slot.slot
+            self._mesh.coming[self._to] = slot.round, slot.slot + 1  # whether it arrives or is lost
         if self.connection is None:
-            self._connect((slot.round, slot.slot))
+            self._connect(first)
         assert self.connection is not None
         head = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
-        self.connection.sendall(frame(head))
+        self.connection.sendall(frame(head if sent.vote is None else {"vote": sent.vote}))
         self.connection.sendall(sent.payload)
 
     def _hang_up(self) -> None:

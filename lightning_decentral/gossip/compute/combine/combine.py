@@ -163,6 +163,12 @@ class Combine(Rule):
         incurable = f"it keeps {', '.join(kept)}, which no neighbour could give" if kept else ""
         return Recovery(self._begin_anew, incurable=incurable, tied=tied_by(kept))
 
+    @property
+    def aligned(self) -> "Combine | None":
+        """This rule in a form that keeps equal states equal bit for bit, where all workers mix the same messages (an
+        elastic run's committed rounds); None for a rule whose workers differ."""
+        return None
+
     def _begin_anew(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:
         """x <- parameters of a mixture of sound messages; the state is initialized from x, except lasting states."""
         x.copy_(self.values(mixed))  # (elements,)

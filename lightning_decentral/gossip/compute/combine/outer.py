@@ -92,6 +92,11 @@ class Outer(Combine):
     def recovery(self) -> Recovery:
         return Recovery(self._begin_anew)
 
+    @property
+    def aligned(self) -> "Combine | None":
+        # A subclass may have another equation.
+        return _Aligned(lr=self.lr, momentum=self.momentum) if type(self) is Outer else None
+
     def init(self, x: Tensor) -> State:
         return {"anchor": x.detach().clone(), "momentum": torch.zeros_like(x)}  # (elements,) each
 
@@ -143,6 +148,10 @@ class OuterNesterov(Outer):
 
     momentum: Rate | None = 0.9
 
+    @property
+    def aligned(self) -> Combine | None:
+        return PseudoGradient(lr=self.lr, momentum=self.momentum) if type(self) is OuterNesterov else None
+
     def _step(self, m: Tensor, displacement: Tensor, momentum: float) -> Tensor:
         return displacement.add(m, alpha=momentum)
 
@@ -179,11 +188,14 @@ class PseudoGradient(OuterNesterov):
     form = MessageForm(differences=True)
 
     @property
+    def aligned(self) -> Combine:
+        return self
+
+    @property
     def recovery(self) -> Recovery:
         return Recovery(
             self._heal,
             unheard="no sound message was received, and its anchor would diverge from the others'",
-            tied="if only some workers receive the last message of a worker that died, their anchors diverge for good",
             lasting=("anchor", "momentum"),
             stand_in=torch.zeros_like,
         )
@@ -215,3 +227,9 @@ class PseudoGradient(OuterNesterov):
         step = self._step(m, mixed, momentum).mul_(lr)
         anchor.add_(step)
         x.add_(step.sub_(sent))  # what the codec lost of the own displacement stays in x
+
+
+class _Aligned(PseudoGradient):
+    """`PseudoGradient` with the step of `Outer`."""
+
+    _step = Outer._step

@@ -1,0 +1,47 @@
+"""Outer rounds of processes, of which one is killed and started again: anchors and momenta are equal bit for bit."""
+
+import os
+import signal
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.elastic import committed_training
+from tests.elastic.committed_training import PLANS, STEPS
+from tests.elastic.test_strategy import FIRST, PATH, SECONDS, told, until
+from tests.standing_in import Launching
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_is_killed_another_joins_and_all_anchors_are_equal(tmp_path: Path, plan: str, victim: int) -> None:
+    script = Launching(Path(committed_training.__file__), (str(tmp_path), plan), PATH)
+    with ThreadPoolExecutor(1) as waiting:
+        running = waiting.submit(script.finish, SECONDS)
+        until(lambda: all(len(told(tmp_path, n, "step")) > 8 for n in FIRST), "three train", running)
+        last = {name: told(tmp_path, name, "step")[-1] for name in FIRST}
+        dies = sorted(FIRST, key=lambda name: last[name]["members"].index(last[name]["name"]))[victim]
+        os.kill(last[dies]["pid"], signal.SIGKILL)
+        until(lambda: bool(told(tmp_path, "w3", "step")), "a newcomer takes part", running)
+        (tmp_path / "joined").touch()
+        code, output = running.result()
+    assert code == 0, output[-4000:]
+    assert {f"w{n}" for n in range(9) if told(tmp_path, f"w{n}", "step")} == {*FIRST, "w3"}
+    ended = [name for name in (*FIRST, "w3") if told(tmp_path, name, "end")]
+    assert len(ended) == 3
+    assert len({told(tmp_path, name, "end")[0]["digest"] for name in ended}) == 1  # the mean: the anchors
+    found = defaultdict(list)
+    for name in (*FIRST, "w3"):
+        for line in told(tmp_path, name, "step"):
+            found[line["step"]].append(line)
+    chains = set()
+    for lines in found.values():
+        assert len({(line["digest"], *line["chain"]) for line in lines}) == 1
+        chains.add(tuple(lines[0]["chain"]))
+    assert len(chains) > STEPS // 4  # so many rounds were committed
+    assert {len(lines) for lines in found.values()} >= {2, 3}
+    losses = [sum(line["loss"] for line in lines) / len(lines) for _, lines in sorted(found.items())]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
