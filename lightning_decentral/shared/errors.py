@@ -21,14 +21,7 @@ class MissingExtra(ImportError):
 
 
 # Errors a user can mend; any other is a fault of the program and keeps its traceback.
-MENDABLE = (
-    HydraException,
-    OmegaConfBaseException,
-    MisconfigurationException,
-    MissingExtra,
-    ValueError,
-    OSError,
-)
+MENDABLE = (HydraException, OmegaConfBaseException, MisconfigurationException, MissingExtra, ValueError, OSError)
 
 # {configuration that another package brings: extra that installs the package}
 FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}

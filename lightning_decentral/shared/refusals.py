@@ -12,7 +12,6 @@ from lightning_decentral.shared.plan.arguments import no_option
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-
 OTHER = {
     "lightning.pytorch.strategies.strategy": ("pytorch_lightning", "lightning_decentral.pytorch_lightning"),
     "pytorch_lightning.strategies.strategy": ("lightning.pytorch", "lightning_decentral"),
