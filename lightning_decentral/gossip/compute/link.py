@@ -59,9 +59,7 @@ class Memory(ABC):
     """Interface to the state of an exchange's coder, for monitors and checkpoints."""
 
     encodes: ClassVar[bool] = True  # True where messages are encoded.
-
     bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
-
     lost = CodecError()  # stays empty without a codec
 
     @abstractmethod

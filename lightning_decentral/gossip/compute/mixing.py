@@ -67,9 +67,8 @@ class Verdicts:
         """Check a round's headers; `complaint` then tells why this worker's own message isn't sound, as far as known.
         RuntimeError: a source is in another round, or its model has another size.
 
-        Args:
-            headers: (round, elements of all buckets, scale) of each of `workers`, as `health.stated` makes them.
-            sane: whether each worker's message is sound next to the others, `health.sound(scales_in(headers))`.
+        `headers` has (round, elements of all buckets, scale) of each worker, as `health.stated` makes them; `sane`
+        tells whether each one's message is sound next to the others: `health.sound(scales_in(headers))`.
         """
         if headers.device.type != "cuda":
             self._judge(workers, headers, sane)
@@ -151,10 +150,8 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
 
     Each step moves the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
     So equal messages give exactly their own bits in any type, where products with 1/3 or 1/5 would each be rounded, and
-    a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result.
-
-    Args:
-        weights: of `own` and each of `received`; none below 0.
+    a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result. They
+    are of `own` and each of `received`, none below 0.
     """
     total, sums = received[0], list(accumulate(weights))
     mean = own

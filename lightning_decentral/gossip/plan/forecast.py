@@ -21,14 +21,8 @@ from math import lcm
 
 import numpy as np
 
-from lightning_decentral.gossip.plan.planned_traffic import (
-    Cliques,
-    Round,
-    RoundLoad,
-    mean_copies,
-    rounds,
-    rounds_of_part,
-)
+from lightning_decentral.gossip.plan import planned_traffic
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Round, RoundLoad
 from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
@@ -172,7 +166,7 @@ class GossipForecast(Method):
         for t in self._talks(setting):
             plan = self._rounds(setting, t)
             more = per_node * sum(one.more for one in plan) / len(plan) if setting.cluster.nodes > 1 else 0.0
-            copies = mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
+            copies = planned_traffic.mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
             found += t.wire_bytes * (copies + more)
         return found
 
@@ -211,8 +205,8 @@ class GossipForecast(Method):
         size, per_node = self._size(setting), self._workers_per_node(setting)
         whole, cliques = setting.cluster.workers // self.within.devices, talk.encoding.cliques
         if size == whole:
-            return rounds(talk.topology, self.weights, size, per_node, cliques)
-        return rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
+            return planned_traffic.rounds(talk.topology, self.weights, size, per_node, cliques)
+        return planned_traffic.rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
 
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
         """Compute (exchange seconds of every worker, rounds) for each step of a period."""

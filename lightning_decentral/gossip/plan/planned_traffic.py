@@ -42,15 +42,11 @@ class RoundLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """Messages of one step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1].
-
-    Args:
-        more: messages of a worker from sources that `sources` leaves out, if a part of all workers is simulated.
-    """
+    """Messages of one step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1]."""
 
     sources: npt.NDArray[np.intp]
     loads: tuple[RoundLoad, ...]
-    more: int = 0
+    more: int = 0  # messages of a worker from sources left out of `sources`, if a part of all workers is simulated
 
     @property
     def received(self) -> npt.NDArray[np.intp]:

@@ -1,7 +1,7 @@
 """Hierarchical exchange: each device of an island exchanges a part of a bucket, then the island gathers the parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -245,10 +245,8 @@ class Averaging(Several):
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
         self._average.load_state_dict(state)
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        with self._gradients.blocked():
-            yield
+    def blocked(self) -> AbstractContextManager[None]:
+        return self._gradients.blocked()
 
     def close(self, cut_off: bool) -> None:
         super().close(cut_off)

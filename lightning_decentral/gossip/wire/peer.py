@@ -124,8 +124,7 @@ class PeerMessage(EarlyArrival):
         mixed, *others = received.values() if received else [exchange.pool.take(own).copy_(own)]
         if received:
             mix(own, [mixed, *others], [self.row[exchange.transport.rank], *(self.row[j] for j in received)])
-        exchange.pool.give(others)
-        self._release()
+        self._release(others)
         if complaint:
             exchange.verdicts.refuse_own(own, mixed)
         return mixed
@@ -139,16 +138,14 @@ class PeerMessage(EarlyArrival):
         else:
             assert copied.headers is not None
             correct_and_state_(copied.message, copied.headers[0], x, *terms, rate, copied.step, copied.elements)
-        self._release()
-        self.exchange.pool.give(received.values())
+        self._release(received.values())
 
     def keep(self, corrects: bool) -> Landed:
         if not (corrects and self.corrects):
             return super().keep(corrects)
         received = self._arrived()
         added = difference(*self._terms(received))  # what `correct` would add
-        self._release()
-        self.exchange.pool.give(received.values())
+        self._release(received.values())
         return Landed(self.sent, added, corrects=True)
 
     def _arrived(self) -> Mapping[int, Tensor]:
@@ -165,8 +162,9 @@ class PeerMessage(EarlyArrival):
             self.land(judged=True)  # mixes what heals this worker, and raises
         return self.sent, [*received.values()], [self.row[j] for j in received], self.sane
 
-    def _release(self) -> None:
-        """Wait until the messages have been sent, and return their buffers to the pool."""
+    def _release(self, received: Iterable[Tensor]) -> None:
+        """Wait until the messages have been sent; return their buffers and these received ones to the pool."""
+        self.exchange.pool.give(received)
         for pending in self.outgoing:
             pending.wait()
         if self.exchange.coder.encodes:  # else the message itself was sent
@@ -214,7 +212,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         at, cuda = self.neighbours(step), self.device.type == "cuda"
         if cuda and copied is None and not self.coder.encodes:
             copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
-        sent = copied.message if copied else self.pool.take(message).copy_(message)
+        sent = self._copy(message, copied)
         headers = copied.headers if copied and not self.coder.encodes else None
         packets = self.coder.encode(sent, at.targets, step, place)
         buffers = self.coder.buffers(at.sources, sent, place)
@@ -229,7 +227,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         """Wait for the messages to this worker, decode and check them, on the current stream. Returns ({source: its
         message}, bool [1 + sources]: whether each is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
-        received = self._decoded(message)
+        received = self.coder.decode(message.buffers, message.sent, message.place)
         if self.coder.encodes:  # decoded by this worker, perhaps from another estimate than the sender's
             for row, tensor in zip(message.headers[1:], received.values(), strict=True):
                 scales_in(row).copy_(scale([tensor]))
@@ -237,6 +235,3 @@ class PeerExchange(Arrivals[PeerMessage]):
         if self.codec.remembers:  # before they are mixed, which is done in place
             self.coder.remember(received, sane[1:], message.place)
         return received, sane
-
-    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
-        return self.coder.decode(message.buffers, message.sent, message.place)
