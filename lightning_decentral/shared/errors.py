@@ -96,9 +96,7 @@ def _missing(node: Any, place: str = "") -> Iterator[str]:
 
 def refuse_mistyped(node: Any, place: str = "") -> None:
     """Raise ValueError, before all work, for a value in the node whose type its target's annotations don't allow.
-
-    Interpolations and None are checked by the targets themselves.
-    """
+    Interpolations and None are checked by the targets themselves."""
     target, constructor = node.get("_target_"), None
     with suppress(ImportError, ValueError, TypeError):  # not found or not readable: instantiating raises
         if target and (made := get_object(str(target))):

@@ -69,10 +69,8 @@ class PrunedTogether:
 
 class Evaluation(Callback):
     """Callback that evaluates the workers' mean, or equal replicas, wherever Lightning evaluates once for all workers.
-
     It is the Trainer's first callback for one run, so it acts before any other callback when an evaluation begins, at
-    its batches and after the last batch.
-    """
+    its batches and after the last batch."""
 
     def __init__(self, owner: "strategies.WorkersStrategy") -> None:
         self._strategy = owner  # not named `owner`, by which `settings` would compare it whole

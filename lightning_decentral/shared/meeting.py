@@ -46,10 +46,9 @@ multiprocessor of the device, also while a neighbour is late (nccl#1656, nccl#15
 
 
 class WatchedDevice(Uncoordinated):
-    """Coordination outside of a fit (set-up, a validation or test by itself), without an agreement to stop.
-
-    A device that waits for a lost worker is freed, as in a fit. `queued` tells whether the device waits, and not the
-    host; `seconds` is how long a worker waits for another."""
+    """Coordination outside of a fit (set-up, a validation or test by itself), without an agreement to stop. A device
+    that waits for a lost worker is freed, as in a fit. `queued` tells whether the device waits, and not the host;
+    `seconds` is how long a worker waits for another."""
 
     def __init__(self, queued: bool, heartbeat: Heartbeat, seconds: float) -> None:
         self._backlog = Backlog(queued)

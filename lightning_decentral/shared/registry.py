@@ -33,9 +33,7 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
 
 def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) -> None:
     """Make the error for a misspelt strategy suggest the nearest of `names` and list those in `served`, in one line.
-
-    Trainer's and Fabric's own errors show none of this package's names.
-    """
+    Trainer's and Fabric's own errors show none of this package's names."""
     connector = getattr(connectors, "_AcceleratorConnector", None) or getattr(connectors, "_Connector", None)
     check = getattr(connector, "_check_config_and_set_final_flags", None)
     if check is None or hasattr(check, "__wrapped__"):

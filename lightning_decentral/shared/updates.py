@@ -43,10 +43,8 @@ class Unchecked:
 
 
 class BeforeUpdate(Unchecked):
-    """Calls `call` with the optimizer once its gradients exist, before the update; checks nothing.
-
-    Parameters that were thawed within the step are known by then, and no parameter has changed yet.
-    """
+    """Calls `call` with the optimizer once its gradients exist, before the update; checks nothing. Parameters that were
+    thawed within the step are known by then, and no parameter has changed yet."""
 
     def __init__(self, call: Callable[[Optimizer], None]) -> None:
         self._call = call
