@@ -73,9 +73,7 @@ class Memory(ABC):
 
 class Coder(Memory):
     """Encodes and decodes messages at one worker's ends of its links; this base sends buckets unencoded, uncopied.
-
-    `place` is the index of a message's bucket among the admitted buckets.
-    """
+    `place` is the index of a message's bucket among the admitted buckets."""
 
     encodes = False
 
@@ -114,12 +112,10 @@ class Coder(Memory):
 
 
 def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights, size: int) -> Cliques:
-    """Choose how workers of a clique exchange messages under this codec and rule.
-
-    Each worker adds up the codes of the part that it owns where every step with messages averages all workers, more
-    than two, with equal weights, and messages are differences: the compression error of their mean is sent later
-    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all of its receivers.
-    """
+    """Choose how workers of a clique exchange messages under this codec and rule. Each worker adds up the codes of the
+    part that it owns where every step with messages averages all workers, more than two, with equal weights, and
+    messages are differences: the compression error of their mean is sent later (`shared.compute.codec.coded_parts`).
+    Other codes go from each worker to all of its receivers."""
     if not codec.encodes:
         return Cliques.RING
     cuts = not codec.remembers and combine.form.differences and combine.form.copies == 1

@@ -48,11 +48,9 @@ class Sick(FloatingPointError):
 
 
 class Verdicts:
-    """Checks the messages of one exchange, round by round.
-
-    On the CPU a message is checked at once. On a GPU the device itself accepts or refuses a message, and the host reads
-    the verdict `LAG` rounds later, without waiting. `codec` is named in errors; empty where messages aren't encoded.
-    """
+    """Checks the messages of one exchange, round by round. On the CPU a message is checked at once. On a GPU the device
+    itself accepts or refuses a message, and the host reads the verdict `LAG` rounds later, without waiting. `codec` is
+    named in errors; empty where messages aren't encoded."""
 
     def __init__(self, rank: int, codec: str = "") -> None:
         self.refused = 0
@@ -114,9 +112,8 @@ class Verdicts:
             held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
             self._sick_round = step
             self.complaint = (
-                f"worker {self._rank}: its parameters hold {held} in round {step}; its "
-                "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
-                "operation with detect_anomaly=True"
+                f"worker {self._rank}: its parameters hold {held} in round {step}; its neighbours refused them. Lower "
+                "the learning rate, clip gradients (gradient_clip_val) or find the operation with detect_anomaly=True"
             )
 
 

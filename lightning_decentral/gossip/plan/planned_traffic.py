@@ -78,11 +78,9 @@ def rounds(
 def rounds_of_part(
     topology: Topology, weights: Weights, part: int, whole: int, workers_per_node: int, cliques: Cliques
 ) -> tuple[Round, ...]:
-    """Make the rounds of `part` of the `whole` workers, with as many messages as all workers would send.
-
-    A clique of the whole part is scaled to all workers. The number of peers grows by one for each doubling of the
-    workers, if it does from half of the part to the part (an exponential graph), or peers are all workers.
-    """
+    """Make the rounds of `part` of the `whole` workers, with as many messages as all workers would send. A clique of
+    the whole part is scaled to all workers. The number of peers grows by one for each doubling of the workers, if it
+    does from half of the part to the part (an exponential graph), or peers are all workers."""
     # Half of the nodes, or of the only node's workers.
     half = part // 2 if part <= workers_per_node else max(1, part // workers_per_node // 2) * workers_per_node
     found, fewer = (rounds(topology, weights, size, workers_per_node, cliques) for size in (part, half))

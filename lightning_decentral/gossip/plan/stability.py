@@ -156,10 +156,8 @@ LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 
 def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -> bool:
     """Return whether doubly stochastic mixing contracts at every rate up to 1 for a reason that needs no eigenvalues.
-
     With one message in flight and every w_ii > 0 mixing contracts: |W x| < |x|, unless x is equal on all workers that
-    exchange messages. So over a period that connects all workers, x without its mean becomes shorter.
-    """
+    exchange messages. So over a period that connects all workers, x without its mean becomes shorter."""
     talking = talking_steps(topology, size)
     rows = ((weights.row(topology, rank, size, step), rank) for step in talking for rank in range(size))
     return most_in_flight(topology, size, delay) == 1 and all(row.get(rank, 0.0) > 0 for row, rank in rows)

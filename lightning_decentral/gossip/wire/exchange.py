@@ -206,10 +206,8 @@ class Exchange(ABC, Generic[M]):
 @dataclass(frozen=True)
 class Traffic:
     """Counters of one worker's communication; in an island of one device, which sends a part of a worker's bytes.
-
-    `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing
-    of a round's first bucket, as the host sees them.
-    """
+    `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing of
+    a round's first bucket, as the host sees them."""
 
     rounds: int = 0
     bytes_sent: int = 0

@@ -143,12 +143,10 @@ class Sharding(Several):
 
 
 class Used:
-    """Adds zero gradients for parameters that only some devices of an island use in a step (experts).
-
-    FSDP reduces a module's gradients in one message, whose size would differ on a device without some gradients. A
-    parameter that no device used gets no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's groups
-    of parameters that are gathered and reduced together.
-    """
+    """Adds zero gradients for parameters that only some devices of an island use in a step (experts). FSDP reduces a
+    module's gradients in one message, whose size would differ on a device without some gradients. A parameter that no
+    device used gets no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's groups of parameters that
+    are gathered and reduced together."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups

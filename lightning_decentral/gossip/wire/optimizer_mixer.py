@@ -24,10 +24,8 @@ def healing(most: int, module: nn.Module) -> Healing:
 
 
 class OptimizerMixer:
-    """Mixes the parameters of one optimizer, or a fragment of them.
-
-    A parameter that several optimizers train belongs to the first (`taken`), and is mixed after the updates of each.
-    """
+    """Mixes the parameters of one optimizer, or a fragment of them. A parameter that several optimizers train belongs
+    to the first (`taken`), and is mixed after the updates of each."""
 
     def __init__(
         self,
@@ -193,10 +191,8 @@ SAMPLES = 64  # Elements sampled of each parameter: a pass over all elements per
 
 
 class Written:
-    """Detects writes to the parameters of one mixer's buckets since its last step.
-
-    A parameter's version counts its changes, except those by `.data`, which a sample of its elements shows.
-    """
+    """Detects writes to the parameters of one mixer's buckets since its last step. A parameter's version counts its
+    changes, except those by `.data`, which a sample of its elements shows."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets

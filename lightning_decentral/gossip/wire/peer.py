@@ -174,12 +174,10 @@ class PeerMessage(EarlyArrival):
 
 @dataclass
 class PeerExchange(Arrivals[PeerMessage]):
-    """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages.
-
-    Every message is preceded by a header (round, elements of all buckets); a header of another round is an error. A
-    message with NaN, infinity or numbers far too large next to the others is refused and counted: the receiver's own
-    parameters get its weight.
-    """
+    """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages. Every message
+    is preceded by a header (round, elements of all buckets); a header of another round is an error. A message with NaN,
+    infinity or numbers far too large next to the others is refused and counted: the receiver's own parameters get its
+    weight."""
 
     coder: Coder = field(init=False)
     _combine: Combine | None = field(default=None, init=False)
