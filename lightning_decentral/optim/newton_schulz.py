@@ -20,8 +20,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
     `matrices` are [count, rows, columns], in the type to compute in; rows <= columns takes the fewest operations.
 
-    Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325.
-    """
+    Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325."""
     a, b, c = COEFFICIENTS
     x: Tensor = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):

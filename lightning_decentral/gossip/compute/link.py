@@ -88,8 +88,7 @@ class Coder(Memory):
     def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
         """Encode to {target: payload}: buffers of the pool, or the message; targets of one audience share one.
 
-        message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ.
-        """
+        message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ."""
         return {target: [message] for target in targets}
 
     def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:

@@ -36,8 +36,7 @@ class Sick(FloatingPointError):
         sent: replacement of the message (`Recovery.stand_in` of the mean of its neighbours' sound messages).
         mixed: the round's mixture with `sent`; not finite if no sound message was received.
         round: round in which the message was sent; a device finds out `LAG` rounds later.
-        late: whether the message of the round that is mixed now was sound, and so is part of `mixed`.
-    """
+        late: whether the message of the round that is mixed now was sound, and so is part of `mixed`."""
 
     def __init__(self, complaint: str, sent: Tensor, mixed: Tensor, round: int, late: bool = False) -> None:
         super().__init__(complaint)
@@ -66,8 +65,7 @@ class Verdicts:
         RuntimeError: a source is in another round, or its model has another size.
 
         `headers` has (round, elements of all buckets, scale) of each worker, as `health.stated` makes them; `sane`
-        tells whether each one's message is sound next to the others: `health.sound(scales_in(headers))`.
-        """
+        tells whether each one's message is sound next to the others: `health.sound(scales_in(headers))`."""
         if headers.device.type != "cuda":
             self._judge(workers, headers, sane)
             return
@@ -148,8 +146,7 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
     Each step moves the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
     So equal messages give exactly their own bits in any type, where products with 1/3 or 1/5 would each be rounded, and
     a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result. They
-    are of `own` and each of `received`, none below 0.
-    """
+    are of `own` and each of `received`, none below 0."""
     total, sums = received[0], list(accumulate(weights))
     mean = own
     for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):

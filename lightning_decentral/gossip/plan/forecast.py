@@ -72,8 +72,7 @@ def sampled(
     """Mean seconds per step, as `per_step`, for a period longer than the counted steps. The seconds of a step without
     messages, plus the seconds that messages add, scaled from the counted steps to the period:
 
-    alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)
-    """
+    alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)"""
     steps, period, size = compute.shape[1], len(plan), compute.shape[2]
     talking = [step for step, one in enumerate(plan) if not one.silent]
     alone = per_step(compute, [np.zeros(size)], [Round(np.arange(size)[:, None], ())], delay, [NO_WORK])

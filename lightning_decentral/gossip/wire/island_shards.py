@@ -171,8 +171,7 @@ class Used:
 
         With two gloo devices on a busy host this takes 4% of a step of 33 ms (6% if all waited for the sum). In a step
         of 340 ms, with 10 million parameters, its time can't be distinguished from noise. `start` begins an in-place
-        sum of a CPU tensor over the devices, and returns a function that waits for it. Collective.
-        """
+        sum of a CPU tensor over the devices, and returns a function that waits for it. Collective."""
         if not all(group.reduce_grads for group in self._groups):
             return  # gradients are being accumulated
         every = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer, par
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout import orders, refuse_reordered
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 
 
@@ -58,7 +58,7 @@ class OptimizerMixer:
         # A parameter with a gradient that was frozen again since the backward is updated, too.
         groups = self.optimizer.param_groups
         now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
-        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+        if same(now, self._seen):
             return
         self._seen, self.looks = now, self.looks + 1
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
@@ -110,11 +110,6 @@ class OptimizerMixer:
             buckets = self._making.pack(new)
             self.buckets += buckets
             self.mixer.extend(with_tail(buckets))
-
-    def adopt_states(self) -> None:
-        """Add new states of the optimizer to their buckets."""
-        for state in self.states:
-            state.adopt(self.own)
 
     def step(self, by: Optimizer | None = None) -> None:
         """Take one round after an update; `by`: another optimizer that made the update, of shared parameters."""

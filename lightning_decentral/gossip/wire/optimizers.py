@@ -161,7 +161,8 @@ class Mixers:
             self._begin_anew(self._live)
             own = self.of(optimizer)
         for mixer in own:
-            mixer.adopt_states()
+            for state in mixer.states:
+                state.adopt(mixer.own)
             mixer.step()
         for mixer in self._sharing(optimizer, own) if len(self._live) > 1 else ():
             mixer.step(by=optimizer)

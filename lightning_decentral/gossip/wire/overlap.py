@@ -43,8 +43,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         arriving         ... mix |        | wait, decode, mix |
 
     A training step waits only for a copy of the parameters and for the correction. Operations on every bucket have the
-    order, and so the bits, of the inner exchange, which must be on the CPU with a transport of its own.
-    """
+    order, and so the bits, of the inner exchange, which must be on the CPU with a transport of its own."""
 
     def __init__(self, inner: Exchange[Any]) -> None:
         self.inner = inner
@@ -147,8 +146,7 @@ class StreamExchange(Exchange["OnStream"]):
         meanwhile      | encode, send, wait, decode, judge |
 
     Estimates of codecs and buffers of messages are used on the second stream alone: the inner exchange's waits
-    are those of the current stream.
-    """
+    are those of the current stream."""
 
     def __init__(self, inner: Arrivals[Any], device: torch.device) -> None:
         self.inner: Arrivals[Any] = inner

@@ -190,8 +190,7 @@ def _simple(workers: Sequence[int], max_degree: int) -> list[Pairs]:
 
     First every block averages inside. Then block l = 1, 2, ... gives its share to all later blocks, each of whose
     workers is paired with one worker of each of the a_l pieces of block l. Then the mean of every piece is the mean of
-    all workers, and every piece averages inside.
-    """
+    all workers, and every piece averages inside."""
     if prod(_factors(len(workers), max_degree + 1)) == len(workers):
         return _hyper_hypercube(workers, max_degree)
     blocks = _blocks(workers, max_degree + 1)
