@@ -65,12 +65,7 @@ class FabricCompressedStrategy(FabricWorkers):
     drifts: ClassVar[bool] = False
 
     def __init__(
-        self,
-        *,
-        codec: Codec | None = None,
-        bucket_bytes: int | None = None,
-        nonfinite: NonFinite = "stop",
-        **ddp: Any,
+        self, *, codec: Codec | None = None, bucket_bytes: int | None = None, nonfinite: NonFinite = "stop", **ddp: Any
     ) -> None:
         super().__init__(**ddp)
         self.nonfinite, self.gradient_check = nonfinite, GradientCheck(nonfinite)

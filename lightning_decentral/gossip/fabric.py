@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.gossip.compute.combine.combine import Rule, refuse_lossy
@@ -71,7 +71,7 @@ class FabricGossipStrategy(FabricWorkers):
         self.member = IslandMember(None, 1, self.meet)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
         self._mixers = Mixers(self._making)
-        self.mean_model.hidden = self._hidden
+        self.mean_model.hidden = self._mixers.note
         self.gradient_check = BeforeUpdate(self._adopt)
 
     @property
@@ -112,9 +112,6 @@ class FabricGossipStrategy(FabricWorkers):
 
     def settle(self) -> None:
         self._mixers.end()
-
-    def _hidden(self, written: Sequence[Tensor]) -> None:
-        self._mixers.note(written)
 
     def share(self) -> float | None:
         assert self.wire is not None

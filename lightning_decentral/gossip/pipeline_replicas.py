@@ -22,7 +22,7 @@ from lightning_decentral.gossip.wire.overlap import overlapped
 from lightning_decentral.gossip.wire.peer import PeerExchange
 from lightning_decentral.shared.compute.buckets import pack
 from lightning_decentral.shared.compute.layout import ModelLayout, refuse_shared
-from lightning_decentral.shared.plan.arguments import Elasticity, checked
+from lightning_decentral.shared.plan.arguments import Elasticity, at_least, checked
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
 from lightning_decentral.shared.wire.mean import Swap, mean
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unasked
@@ -60,10 +60,7 @@ class GossipReplicas(Replicas):
     elastic: Elasticity | None = None
 
     def __post_init__(self) -> None:
-        if self.delay < 0:
-            raise ValueError(
-                f"delay must be at least 0, got {self.delay}: 0 blocks, 1 overlaps, k mixes k updates later"
-            )
+        at_least(0, "0 blocks, 1 overlaps, k mixes k updates later", delay=self.delay)
 
     def check(self, size: int, per_node: int) -> None:
         if isinstance(self.combine, ConsensusControl):

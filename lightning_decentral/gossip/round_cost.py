@@ -155,11 +155,8 @@ Meter = HostMeter | DeviceMeter
 def round_works(
     parameter_bytes: int, device: torch.device, pause: Callable[[], None] = lambda: None
 ) -> tuple[RoundWork, ...]:
-    """Measure a round's work with each of `CODECS` on float32 parameters; empty unless on a CPU or with CUDA.
-
-    Args:
-        pause: called before each round, outside the measurement or without processor time.
-    """
+    """Measure a round's work with each of `CODECS` on float32 parameters; empty unless on a CPU or with CUDA. `pause`
+    is called before each round, outside the measurement or without processor time."""
     if device.type not in ("cpu", "cuda"):
         return ()
     on_host = device.type == "cpu"

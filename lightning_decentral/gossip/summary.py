@@ -93,11 +93,8 @@ def rules(plan: Any) -> dict[str, float | str]:
 
 
 def introduced(plan: Any, mixers: Iterable[OptimizerMixer], evaluated: str = "") -> list[str]:
-    """Describe the settings in a line, and a hint on Adam where it helps; nothing for a single worker.
-
-    Args:
-        evaluated: which model is evaluated, for a strategy of Fabric.
-    """
+    """Describe the settings in a line, and a hint on Adam where it helps; nothing for a single worker. `evaluated`
+    tells which model is evaluated, for a strategy of Fabric."""
     mixers, size = list(mixers), plan.workers
     if size == 1:
         return []

@@ -31,14 +31,8 @@ def together(
     optimizer: Optimizer, group: Mapping[str, Any], start: Callable[[Tensor], dict[str, Any]]
 ) -> list[list[Tensor]]:
     """Batch a group's parameters with a gradient for foreach calls: by device, type and number of steps taken. Without
-    `foreach`, which None turns on for a CUDA device, each parameter is a batch.
-
-    Args:
-        start: makes the state of a parameter that had no gradient before.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
+    `foreach`, which None turns on for a CUDA device, each parameter is a batch. `start` makes the state of a parameter
+    that had no gradient before. RuntimeError: a gradient is sparse."""
     batches: dict[tuple[Any, ...], list[Tensor]] = {}
     for place, parameter in enumerate(group["params"]):
         if parameter.grad is None:

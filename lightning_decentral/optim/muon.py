@@ -133,20 +133,9 @@ class Muon(Optimizer):
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
                 self.state[parameter].update(step=step, exp_avg=zeros_as(parameter), exp_avg_sq=zeros_as(parameter))
         states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=group["foreach"],
-            has_complex=any(parameter.is_complex() for parameter in parameters),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach")}
+        options |= {"amsgrad": False, "maximize": False, "has_complex": any(p.is_complex() for p in parameters)}
+        options["beta1"], options["beta2"] = group["betas"]
+        adamw(parameters, gradients, means, squares, [], steps, **options)

@@ -20,8 +20,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
     `matrices` are [count, rows, columns], in the type to compute in; rows <= columns takes the fewest operations.
 
-    Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325.
-    """
+    Source: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); Bernstein and Newhouse 2409.20325."""
     a, b, c = COEFFICIENTS
     x: Tensor = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):
@@ -32,11 +31,9 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
 
 
 def orthogonalize(tensors: Sequence[Tensor], steps: int = 5, dtype: torch.dtype | None = None) -> None:
-    """Apply `newton_schulz` to each tensor in place; a filter [out, in, ...] is a matrix [out, rest].
-
-    Matrices of one shape or its transpose are stacked, as many as fill a call. `dtype` is the type to compute in;
-    None: bfloat16 on GPUs, on the CPU float32, or the tensors' own type if that is more precise.
-    """
+    """Apply `newton_schulz` to each tensor in place; a filter [out, in, ...] is a matrix [out, rest]. Matrices of one
+    shape or its transpose are stacked, as many as fill a call. `dtype` is the type to compute in; None: bfloat16 on
+    GPUs, on the CPU float32, or the tensors' own type if that is more precise."""
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():  # skip empty tensors

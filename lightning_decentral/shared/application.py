@@ -17,21 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Application:
-    """A Hydra application that trains.
+    """A Hydra application that trains."""
 
-    Args:
-        module: dotted name of the package with the configuration files.
-        name: name of the configuration.
-        train: function that trains a configuration.
-        build_model: function that makes the LightningModule from a configuration and from sizes that the data decide.
-        unlogged: overrides of a run that are left out of logs.
-    """
-
-    module: str
-    name: str
-    train: TaskFunction
+    module: str  # dotted name of the package with the configuration files
+    name: str  # name of the configuration
+    train: TaskFunction  # trains a configuration
+    # Makes the LightningModule from a configuration and from sizes that the data decide.
     build_model: Callable[[DictConfig, dict[str, int]], LightningModule]
-    unlogged: tuple[str, ...] = ()
+    unlogged: tuple[str, ...] = ()  # overrides of a run that are left out of logs
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the configuration from these overrides of the command line."""

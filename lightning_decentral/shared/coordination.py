@@ -34,15 +34,10 @@ Result = TypeVar("Result")
 
 
 class Uncoordinated:
-    """Coordination of a single worker's fit, which waits for no other.
+    """Coordination of a single worker's fit, which waits for no other."""
 
-    Attributes:
-        waiting: context for code that may wait for other workers without being a call of Lightning's.
-        updating: context for the optimizer steps that the strategy takes.
-    """
-
-    waiting: AbstractContextManager[Any] = nullcontext()
-    updating: AbstractContextManager[Any] = nullcontext()
+    waiting: AbstractContextManager[Any] = nullcontext()  # for code besides Lightning's calls that may wait for others
+    updating: AbstractContextManager[Any] = nullcontext()  # for the optimizer steps that the strategy takes
 
     @property
     def agreed(self) -> bool:
@@ -152,8 +147,7 @@ LOST = {
 
 class LoopPatches:
     """Replaces Lightning's broadcast from worker 0 before every batch by an agreement that no worker waits for. A
-    SIGTERM or a first Ctrl-C asks all workers to stop; the roll is called where an epoch ends.
-    """
+    SIGTERM or a first Ctrl-C asks all workers to stop; the roll is called where an epoch ends."""
 
     def __init__(self, trainer: Trainer, stop: StopAgreement, roll: RollCall, updates: Updates) -> None:
         self._trainer, self._stop, self._roll, self._updates = trainer, stop, roll, updates

@@ -21,14 +21,7 @@ class MissingExtra(ImportError):
 
 
 # Errors a user can mend; any other is a fault of the program and keeps its traceback.
-MENDABLE = (
-    HydraException,
-    OmegaConfBaseException,
-    MisconfigurationException,
-    MissingExtra,
-    ValueError,
-    OSError,
-)
+MENDABLE = (HydraException, OmegaConfBaseException, MisconfigurationException, MissingExtra, ValueError, OSError)
 
 # {configuration that another package brings: extra that installs the package}
 FROM_EXTRAS: dict[str | None, str] = {"hydra/launcher/submitit_slurm": "slurm"}
@@ -103,9 +96,7 @@ def _missing(node: Any, place: str = "") -> Iterator[str]:
 
 def refuse_mistyped(node: Any, place: str = "") -> None:
     """Raise ValueError, before all work, for a value in the node whose type its target's annotations don't allow.
-
-    Interpolations and None are checked by the targets themselves.
-    """
+    Interpolations and None are checked by the targets themselves."""
     target, constructor = node.get("_target_"), None
     with suppress(ImportError, ValueError, TypeError):  # not found or not readable: instantiating raises
         if target and (made := get_object(str(target))):

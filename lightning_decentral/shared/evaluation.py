@@ -10,6 +10,7 @@ worker's own parameters, and restore the mean's.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,34 +31,25 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 class PrunedTogether:
-    """Prunes with one mask on all workers, in place of the Trainer's `ModelPruning` callbacks, for the time of one fit.
-
-    Args:
-        from_worker_0: gives every worker worker 0's values of these tensors; collective.
-        arrive: receives messages in flight and waits for the other workers at the end of training; collective.
-    """
+    """Prunes with one mask on all workers, in place of the Trainer's `ModelPruning` callbacks, until `close`."""
 
     def __init__(
         self,
         trainer: Trainer,
         module: nn.Module,
         mean_model: MeanModel,
-        from_worker_0: Callable[[Sequence[Tensor]], None],
-        arrive: Callable[[], None],
+        from_worker_0: Callable[[Sequence[Tensor]], None],  # gives every worker worker 0's values; collective
+        arrive: Callable[[], None],  # receives messages in flight, and waits for the other workers; collective
     ) -> None:
         self._module, self._mean_model = module, mean_model
         self._from_worker_0, self._arrive = from_worker_0, arrive
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+        self.close = self._undo.close  # the callbacks' own methods again
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelPruning):
                 for name, by in {"_run_pruning": self._prune, "on_train_end": self._end}.items():
                     setattr(callback, name, functools.partial(by, getattr(callback, name)))
-                    self._undo.append(functools.partial(delattr, callback, name))
-
-    def close(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
+                    self._undo.callback(delattr, callback, name)
 
     def _prune(self, inner: Callable[[int], None], epoch: int) -> None:
         """Prune the mean: parameters that change stay pruned on all workers; each worker gets its others back."""
@@ -77,10 +69,8 @@ class PrunedTogether:
 
 class Evaluation(Callback):
     """Callback that evaluates the workers' mean, or equal replicas, wherever Lightning evaluates once for all workers.
-
     It is the Trainer's first callback for one run, so it acts before any other callback when an evaluation begins, at
-    its batches and after the last batch.
-    """
+    its batches and after the last batch."""
 
     def __init__(self, owner: "strategies.WorkersStrategy") -> None:
         self._strategy = owner  # not named `owner`, by which `settings` would compare it whole
@@ -121,13 +111,6 @@ class Evaluation(Callback):
             tensors = list(parameters.values())
             self._swapped_in = Swap(tensors, mean_model.mean_of(tensors))
 
-    def _end(self) -> None:
-        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in restores its own."""
-        self._evaluate()  # a worker without a batch takes part
-        if self._swapped_in is not None:
-            self._swapped_in.undo()
-            self._swapped_in = None
-
     def arrive(self) -> None:
         """Receive messages in flight; give all workers the mean model where training ends with it. Collective."""
         self._strategy.health.check_equal()
@@ -154,7 +137,11 @@ class Evaluation(Callback):
         self._evaluate()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()
+        """Restore swapped-in parameters, bit for bit, before the callback that swapped them in restores its own."""
+        self._evaluate()  # a worker without a batch takes part
+        if self._swapped_in is not None:
+            self._swapped_in.undo()
+            self._swapped_in = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.health.check_met("validation")

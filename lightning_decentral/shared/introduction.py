@@ -48,9 +48,8 @@ def coded_bytes(codec: Codec, tensors: Iterable[Tensor]) -> int:
 
 def traffic(sent_bytes: float, model_bytes: float, size: int) -> str:
     """Text with the bytes that a worker sends in a step, and the bytes of an all-reduce of all gradients."""
-    from lightning_decentral.shared.plan.units import (
-        shown_bytes,  # for a single worker neither this nor the table below is read
-    )
+    # For a single worker neither this nor the table below is read.
+    from lightning_decentral.shared.plan.units import shown_bytes
 
     return f"{shown_bytes(sent_bytes)} a worker and step (all-reduce: {shown_bytes(of_all_reduce(model_bytes, size))})"
 
@@ -63,13 +62,10 @@ def of_all_reduce(sent_bytes: float, size: int) -> float:
 def adam_hint(optimizers: Sequence[Optimizer], workers: int, module: nn.Module | None = None) -> str:
     """Name optimizers to use instead of Adam, whose steps are shorter where each worker updates by its own gradient.
 
-    Args:
-        module: that is trained, whose parameters' shapes tell what it resembles; None: a model with attention.
-
-    Returns: code with the settings in use, of Muon alone where groups differ in weight decay, and for each kind of
-        model where the module doesn't tell; names alone with several optimizers, or groups that differ in more;
-        "" without Adam or with one worker.
-    """
+    The shapes of the module's parameters tell what it resembles; without a module it is a model with attention. Returns
+    code with the settings in use, of Muon alone where groups differ in weight decay, and for each kind of model where
+    the module doesn't tell; names alone with several optimizers, or groups that differ in more; "" without Adam or with
+    one worker."""
     adams = sorted({type(one).__name__ for one in optimizers if isinstance(one, (Adam, AdamW))})
     if not adams or workers < 2:
         return ""

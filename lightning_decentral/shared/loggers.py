@@ -113,6 +113,5 @@ class WandbPerWorker(OfWorkers):
 
 def shared_by(rank: int) -> wandb.Settings:
     """Return a worker's settings in a W&B run that all workers write to: worker 0 describes and ends the run."""
-    first = rank == 0
-    label = f"worker {rank}"
+    first, label = rank == 0, f"worker {rank}"
     return wandb.Settings(mode="shared", x_primary=first, x_label=label, x_update_finish_state=first)

@@ -39,7 +39,6 @@ STAGES = {
     RunningStage.PREDICTING: "prediction",
 }
 
-
 TIMEOUT = timedelta(minutes=5)
 BLOCKS = {"NCCL_MAX_P2P_NCHANNELS": "8"}
 """NCCL setting used where the user gave none: NCCL would start up to 32 blocks for each send, and each block occupies a
@@ -47,14 +46,9 @@ multiprocessor of the device, also while a neighbour is late (nccl#1656, nccl#15
 
 
 class WatchedDevice(Uncoordinated):
-    """Coordination outside of a fit (set-up, a validation or test by itself), without an agreement to stop.
-
-    A device that waits for a lost worker is freed, as in a fit.
-
-    Args:
-        queued: whether the device waits, and not the host.
-        seconds: how long a worker waits for another.
-    """
+    """Coordination outside of a fit (set-up, a validation or test by itself), without an agreement to stop. A device
+    that waits for a lost worker is freed, as in a fit. `queued` tells whether the device waits, and not the host;
+    `seconds` is how long a worker waits for another."""
 
     def __init__(self, queued: bool, heartbeat: Heartbeat, seconds: float) -> None:
         self._backlog = Backlog(queued)
@@ -72,26 +66,15 @@ class WatchedDevice(Uncoordinated):
 
 
 class WorkerGroup:
-    """Connects one worker of a strategy to the others; anew for each fit, validation and test.
-
-    Args:
-        strategy: the strategy that the worker runs.
-        timeout: how long a worker waits for another, in set-up, in a step or anywhere, before it ends.
-
-    Attributes:
-        coordination: runs calls that wait for other workers; another object in a fit than outside.
-        ready: whether set-up is over.
-
-    Raises:
-        ValueError: timeout is not positive.
-    """
+    """Connects one worker of a strategy to the others; anew for each fit, validation and test. A worker waits for
+    another for `timeout`, in set-up, in a step or anywhere, before it ends. ValueError: timeout is not positive."""
 
     def __init__(self, strategy: "strategies.WorkersStrategy | fabric.FabricWorkers", timeout: timedelta) -> None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}: {TIMEOUT} is the default")
         self._strategy, self.timeout = strategy, timeout
-        self.ready = self._saving = False
-        self.coordination = Uncoordinated()
+        self.ready = self._saving = False  # `ready`: whether set-up is over
+        self.coordination = Uncoordinated()  # runs calls that wait for other workers; another object in a fit
         self._heartbeat: Heartbeat | None = None
         self._board: StatusBoard | None = None
         self._store: Any = None
@@ -112,11 +95,8 @@ class WorkerGroup:
 
     def come(self) -> None:
         """Create the process group as Lightning does, through a store that names missing workers; start the heartbeat,
-        by which the others see that this worker is alive.
-
-        Raises:
-            ValueError: workers can't communicate by this device, backend or address.
-        """
+        by which the others see that this worker is alive. ValueError: workers can't communicate by this device, backend
+        or address."""
         strategy, environment = self._strategy, self._strategy.cluster_environment
         assert environment is not None
         assert strategy.process_group_backend is not None

@@ -12,7 +12,6 @@ from lightning_decentral.shared.plan.arguments import no_option
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-
 OTHER = {
     "lightning.pytorch.strategies.strategy": ("pytorch_lightning", "lightning_decentral.pytorch_lightning"),
     "pytorch_lightning.strategies.strategy": ("lightning.pytorch", "lightning_decentral"),
@@ -73,7 +72,6 @@ def refuse_sync_batch_norm(strategy: type, module: nn.Module, asked: bool) -> No
     """Raise ValueError where BatchNorm would gather statistics over the workers, which would wait for each other."""
     if asked or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise ValueError(
-            "SyncBatchNorm makes all workers wait for each other in every layer, "
-            f"which {strategy.__name__} exists to avoid: use plain BatchNorm "
-            "(its statistics are averaged for the mean model), GroupNorm or LayerNorm"
+            f"SyncBatchNorm makes all workers wait for each other in every layer, which {strategy.__name__} exists to "
+            "avoid: use plain BatchNorm (its statistics are averaged for the mean model), GroupNorm or LayerNorm"
         )

@@ -33,9 +33,7 @@ def register(registry: Any, name: str, strategy: Callable[..., Any], what: str) 
 
 def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) -> None:
     """Make the error for a misspelt strategy suggest the nearest of `names` and list those in `served`, in one line.
-
-    Trainer's and Fabric's own errors show none of this package's names.
-    """
+    Trainer's and Fabric's own errors show none of this package's names."""
     connector = getattr(connectors, "_AcceleratorConnector", None) or getattr(connectors, "_Connector", None)
     check = getattr(connector, "_check_config_and_set_final_flags", None)
     if check is None or hasattr(check, "__wrapped__"):
@@ -59,13 +57,11 @@ def hint(names: Sequence[str], served: Sequence[str], connectors: ModuleType) ->
     connector._check_config_and_set_final_flags = checked  # type: ignore[union-attr]
 
 
-def spell(strategies: Mapping[str, Callable[[str], str]], typehints: ModuleType) -> None:
-    """Let jsonargparse take the names of Hydra's files: `--trainer.strategy=gossip --trainer.strategy.topology=ring`.
-
-    Args:
-        strategies: {name: function from the module of the annotated base class to the path of the strategy's class}.
-        typehints: jsonargparse's module that finds a class by its name.
-    """
+def spell(
+    strategies: Mapping[str, Callable[[str], str]],  # {name: (module of the annotated base class) -> strategy's path}
+    typehints: ModuleType,  # jsonargparse's, which finds a class by its name
+) -> None:
+    """Let jsonargparse take names of Hydra's files: `--trainer.strategy=gossip --trainer.strategy.topology=ring`."""
     find = getattr(typehints, "resolve_class_path_by_name", None)
     if find is None or hasattr(find, "__wrapped__"):
         return

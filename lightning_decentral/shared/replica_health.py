@@ -13,17 +13,8 @@ from torch import Tensor
 from lightning_decentral.shared.compute.health import TOLERANCE, Unequal, bits, looks, rates, unequal
 from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.plan.described import first_difference
+from lightning_decentral.shared.wire import health
 from lightning_decentral.shared.wire.fsdp import is_sharded, local, shards
-from lightning_decentral.shared.wire.health import (
-    Ailment,
-    ailing,
-    constants,
-    mean_of_others,
-    mend,
-    mend_together,
-    none_sound,
-    of_worker,
-)
 from lightning_decentral.shared.wire.objects import check_same_call
 from lightning_decentral.shared.wire.transport import everyone
 
@@ -47,17 +38,10 @@ OTHER_MODELS = (
 
 
 class ReplicaHealth:
-    """Checks one strategy's replicas for NaN, infinity, far too large numbers, and differences where none should be.
-
-    Args:
-        strategy: the strategy whose replicas are checked.
-
-    Attributes:
-        left_out: number of workers left out of a mean, summed over all means.
-    """
+    """Checks one strategy's replicas for NaN, infinity, far too large numbers, and differences where none should be."""
 
     def __init__(self, strategy: "strategies.WorkersStrategy | fabric.FabricWorkers") -> None:
-        self.left_out = 0
+        self.left_out = 0  # number of workers left out of a mean, summed over all means
         self._strategy = strategy
         self._gathered = False  # whether an all_gather with gradients was checked
         self._reported: dict[str, float] = {}  # the largest difference that was reported
@@ -65,32 +49,30 @@ class ReplicaHealth:
 
     def look(self, buffers: Iterable[Tensor]) -> None:
         """Record before training which buffer elements aren't finite (on all workers alike): they count as healthy."""
-        self._constants |= constants(buffers)
+        self._constants |= health.constants(buffers)
 
     def mean(self, tensors: Sequence[Tensor], carried: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the strategy's `mean_of`, bit for bit, if all workers are healthy; else the mean of the healthy
         workers, and worker 0 reports it. The first healthy worker's `carried` tensors follow the means. Collective.
-
-        Raises:
-            FloatingPointError: no worker is healthy; on all workers.
-        """
+        FloatingPointError, on all workers: no worker is healthy."""
         over, devices = self._strategy.replica_group(), self._strategy.devices_per_worker
         assert over is not None
         every = [*tensors, *carried]
         self._check_same_tensors(every)
-        sick: dict[int, Ailment] = self._strategy.meet(lambda: ailing(every, over, devices, self._constants.values()))
+        known = self._constants.values()
+        sick: dict[int, health.Ailment] = self._strategy.meet(lambda: health.ailing(every, over, devices, known))
         stride = self._strategy.world_size // over.size  # between two replicas there may be workers of other stages
         by_worker = {r * stride + self._strategy.global_rank % stride: ailment for r, ailment in sick.items()}
         self._agree(every, by_worker, over.size // devices)
         source = devices * next(worker for worker in range(over.size // devices) if worker not in sick)
-        values: list[Tensor] = self._strategy.meet(lambda: of_worker(source, carried, over)) if carried else []
+        values: list[Tensor] = self._strategy.meet(lambda: health.of_worker(source, carried, over)) if carried else []
         if not sick:
             return [*self._strategy.mean_of(tensors), *values]
         left_out = over.rank // devices in sick
-        means = mean_of_others(tensors, self._strategy.mean_of, left_out)
+        means = health.mean_of_others(tensors, self._strategy.mean_of, left_out)
         if left_out and self._strategy.heals:
-            mend(tensors, means)
-            mend_together(carried, values)
+            health.mend(tensors, means)
+            health.mend_together(carried, values)
         return [*means, *values]
 
     def _check_same_tensors(self, tensors: Sequence[Tensor]) -> None:
@@ -107,7 +89,7 @@ class ReplicaHealth:
             "every worker"
         )
 
-    def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, Ailment], workers: int) -> None:
+    def _agree(self, tensors: Sequence[Tensor], sick: Mapping[int, health.Ailment], workers: int) -> None:
         """Share each worker's findings, as a pipeline's stage sees its own replicas alone; all warn or raise alike."""
         self.left_out += len(sick)
         names = self._names(tensors)
@@ -116,7 +98,7 @@ class ReplicaHealth:
             f"worker {worker} is left out of the mean model: its {names(ailment.tensor)} {ailment}"
             for worker, ailment in sick.items()
         ]
-        reports = self._strategy.gather([none_sound(sick, workers, names), mine])
+        reports = self._strategy.gather([health.none_sound(sick, workers, names), mine])
         if problems := [problem for problem, _ in reports if problem]:
             raise FloatingPointError(problems[0])
         for line in dict.fromkeys(line for _, lines in reports for line in lines):
@@ -124,11 +106,8 @@ class ReplicaHealth:
 
     def check_met(self, what: str) -> None:
         """Check that all workers have made the same collective calls, as often, up to here. Collective: a worker that
-        made fewer calls would wait for a round of a worker that waits in this check.
-
-        Raises:
-            RuntimeError: the calls differ; on all workers.
-        """
+        made fewer calls would wait for a round of a worker that waits in this check. RuntimeError, on all workers: the
+        calls differ."""
         if self._strategy.wire is not None and not self._strategy.cut_off:
             self._strategy.meet(lambda: check_same_call(everyone(), f"the end of the {what}"))
 
@@ -137,12 +116,9 @@ class ReplicaHealth:
         devices of an island (a worker of several devices). Collective.
 
         A bit that differs is a warning, repeated where the difference has doubled: workers of different hardware
-        may honestly differ by rounding.
-
-        Raises:
-            FloatingPointError: a parameter differs by over `TOLERANCE`, by worker and values; on all workers.
-            RuntimeError: a worker has tensors that others don't have, or another learning rate; on all workers.
-        """
+        may honestly differ by rounding. Errors are raised on all workers. FloatingPointError: a parameter differs by
+        over `TOLERANCE`; names worker and values. RuntimeError: a worker has tensors that others don't have, or another
+        learning rate."""
         if self._strategy.wire is None or self._strategy.cut_off or not self._strategy.rounds():
             return
         of_group = self._together()
@@ -172,11 +148,8 @@ class ReplicaHealth:
         return gradients
 
     def shown_alike(self, named: Mapping[str, Tensor], changed: bool) -> bool:
-        """Return whether all workers evaluate the same numbers, bit for bit. Collective.
-
-        Args:
-            changed: whether this worker evaluates other numbers than the mean that it was given.
-        """
+        """Return whether all workers evaluate the same numbers, bit for bit; `changed` tells whether this worker
+        evaluates other numbers than the mean that it was given. Collective."""
         over = self._strategy.replica_group()
         # Consecutive devices hold the parts of one model: stages, or shards.
         stages = self._strategy.world_size // (1 if over is None else over.size)

@@ -36,9 +36,7 @@ class ReplicaStrategy(WorkersStrategy):
     """Model that is validated, tested and used for prediction: the mean of the workers, or each worker's own model."""
 
     starts_on_host: bool = False  # True where `arrange` brings the model to the device, part by part.
-
     checkpoints: ReplicaCheckpoints
-
     member: DeviceSteps = DeviceSteps()  # Steps on this device, which may be one of a worker's several.
 
     def __init__(self, **workers: Any) -> None:
@@ -125,13 +123,7 @@ class ReplicaStrategy(WorkersStrategy):
     def block_backward_sync(self) -> Any:
         return self.member.blocked()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take an optimizer step; where all workers take the same one, LBFGS's line search gets their mean loss."""
         alike = isinstance(optimizer, LBFGS) and self.wire is not None and not self.drifts
         # Under manual optimization the devices of a worker have averaged gradients in the backward.

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch import Trainer, callbacks
 from torch.optim import Optimizer
 
 import lightning_decentral
@@ -44,7 +36,8 @@ OF_LIGHTNING = (
 PLACES = ("dirpath", "filename", "verbose", "auto_insert_metric_name", "enable_version_counter", "log_rank_zero_only")
 """Arguments of callbacks that may differ between workers; worker 0's are used."""
 MEETING = (
-    *(Checkpoint, EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging, Timer, WeightAveraging),
+    *(callbacks.Checkpoint, callbacks.EarlyStopping, callbacks.GradientAccumulationScheduler, callbacks.Timer),
+    *(callbacks.StochasticWeightAveraging, callbacks.WeightAveraging),
 )
 """Lightning's callbacks that make workers wait for each other, end training, or accumulate gradients."""
 PLAIN = (type(None), bool, int, float, str, timedelta)
@@ -55,10 +48,7 @@ describe_by_repr(torch.dtype, torch.device, torch.Size)
 
 class SameSettings:
     """Compares the settings of one strategy's workers, three times before they train; a single worker compares nothing.
-
-    Raises:
-        ValueError: settings differ; every worker raises the same line with the first difference.
-    """
+    ValueError: settings differ; every worker raises the same line with the first difference."""
 
     def __init__(self, worker: "strategies.WorkersStrategy") -> None:
         self._worker = worker

@@ -25,15 +25,10 @@ NonFinite = Literal["stop", "skip"]
 
 
 class Unchecked:
-    """Leaves gradients unchecked: they differ between workers, or a loss scaler checks them.
+    """Leaves gradients unchecked: they differ between workers, or a loss scaler checks them."""
 
-    Attributes:
-        nonfinite: what happens in a step whose gradients hold NaN or infinity.
-        skipped: number of steps without an update so far.
-    """
-
-    nonfinite: str = "stop"
-    skipped = 0
+    nonfinite: str = "stop"  # what happens in a step whose gradients hold NaN or infinity
+    skipped = 0  # number of steps without an update so far
 
     def after(self, closure: Callable[[], Any], optimizer: Optimizer, precision: Precision) -> Callable[[], Any]:
         """Return a closure that runs the given one, then checks its gradients, before the update."""
@@ -48,10 +43,8 @@ class Unchecked:
 
 
 class BeforeUpdate(Unchecked):
-    """Calls `call` with the optimizer once its gradients exist, before the update; checks nothing.
-
-    Parameters that were thawed within the step are known by then, and no parameter has changed yet.
-    """
+    """Calls `call` with the optimizer once its gradients exist, before the update; checks nothing. Parameters that were
+    thawed within the step are known by then, and no parameter has changed yet."""
 
     def __init__(self, call: Callable[[Optimizer], None]) -> None:
         self._call = call
@@ -71,15 +64,10 @@ class BeforeUpdate(Unchecked):
 class GradientCheck(BeforeUpdate):
     """Checks gradients that are equal on all workers for NaN and infinity: all decide alike, without communication.
 
-    Args:
-        nonfinite: "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device,
-            so that the host doesn't wait for it. "skip" leaves the update out, and worker 0 reports that; the host
-            waits for the device.
-        settle: called with the optimizer once its gradients exist, before they are checked.
-
-    Raises:
-        ValueError: `nonfinite` is neither "stop" nor "skip".
-    """
+    "stop" raises a FloatingPointError on all workers: at once on the host, one step later on a device, so that the host
+    doesn't wait for it. "skip" leaves the update out, and worker 0 reports that; the host waits for the device.
+    ValueError: `nonfinite` is neither of the two. `settle` is called with the optimizer once its gradients exist,
+    before they are checked."""
 
     def __init__(self, nonfinite: NonFinite, settle: Callable[[Optimizer], None] | None = None) -> None:
         if nonfinite not in ("stop", "skip"):
@@ -162,13 +150,7 @@ IN_LOOP = ("what fabric.setup returned", "the optimizer that it was given")
 
 class Updates:
     """Follows the optimizer steps of one fit: a context around the strategy's own steps; call `moved` in each batch.
-
-    Args:
-        steps: (object to call step() on, object not to), for error texts.
-
-    Raises:
-        RuntimeError: an optimizer, or a part of one, steps past the strategy.
-    """
+    `steps` is for error texts, as `IN_LOOP`. RuntimeError: an optimizer, or a part of one, steps past the strategy."""
 
     def __init__(self, strategy: FollowedStrategy, steps: tuple[str, str] = IN_TRAINER) -> None:
         self._strategy, self._inside, self._steps = strategy, False, steps
@@ -209,18 +191,12 @@ class Updates:
 
 
 class Moved:
-    """Finds parameters that have changed since the last look while no round was counted.
-
-    Attributes:
-        past: name of an optimizer that isn't the Trainer's and has stepped since the last check; or "".
-
-    Raises:
-        RuntimeError: in `batch`, where such an optimizer has changed parameters, or where parameters have changed in
-            two looks running; after one look a warning.
-    """
+    """Finds parameters that have changed since the last look while no round was counted. `batch` warns after one such
+    look. RuntimeError, by `batch`: after two running, or where an optimizer that isn't the Trainer's changed them."""
 
     def __init__(self, strategy: FollowedStrategy) -> None:
-        self._strategy, self.past = strategy, ""
+        self._strategy = strategy
+        self.past = ""  # name of an optimizer that isn't the Trainer's and has stepped since the last look
         self._batches, self._looks = 0, 0
         self._reported: set[str] = set()
         self._before = self._now()

@@ -189,7 +189,7 @@ class Rounds:
         self._name, self._early = name, dict[Key, list[tuple[tuple[str, ...], Vote]]]()
 
     def arrives(self, key: Key, view: View, has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
-        """Come to a round with the messages that this member has. Return the votes to send, by key, as `received` does."""
+        """Come to a round with the messages that this member has; return the votes to send, as `received` does."""
         own = tuple(name for name in view.members if name in has)
         begins = not any(k[0] == key[0] and k[2] == key[2] and k != key for k in self.states)
         stay = frozenset(view.members).intersection(view.before) if begins else frozenset[str]()

@@ -134,13 +134,9 @@ def measured(step: int) -> bool:
 
 
 class Coded(Coder):
-    """Coder that encodes and decodes the messages of every link with a codec.
-
-    Args:
-        rank: this worker's rank; the codec's noise differs between ranks.
-        audiences: {target: its audience}; the targets of one audience always receive in the same steps. Targets
-            that aren't named are one audience.
-    """
+    """Coder that encodes and decodes the messages of every link with a codec, whose noise differs between ranks.
+    `audiences` is {target: its audience}: the targets of one audience always receive in the same steps. Targets that
+    aren't named are one audience."""
 
     encodes = True
 

@@ -136,10 +136,8 @@ def forget_poison(
     local: Callable[[Tensor], Tensor] = torch.Tensor.detach,  # this device's part of a state
     travelling: Callable[[], Collection[str]] = tuple,  # states that come from the neighbours, as old as the count is
 ) -> None:
-    """Reset moments with NaN, infinity or far too large numbers, and the count of updates that corrects them.
-
-    With an old count a second moment of 0 would make Adam's next hundred steps up to six times too long.
-    """
+    """Reset moments with NaN, infinity or far too large numbers, and the count of updates that corrects them. With an
+    old count a second moment of 0 would make Adam's next hundred steps up to six times too long."""
     for state in optimizer.state.values():
         floats = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.is_floating_point()}
         poisoned = [name for name, value in floats.items() if not sound_alone([local(value)])]
@@ -150,12 +148,10 @@ def forget_poison(
 
 
 class HealedBuckets:
-    """Keeps the healed values of one mixer's buckets until the rest of the worker's model is sound, too.
-
-    Fragments, and the parameters of several optimizers, are healed one after the other, each in its own round. Until
-    the last is healed, gradients come from a model with NaN, and would poison healed parameters again. `forget` resets
-    other poisoned state of the worker; `others_sick` returns whether other parts of the model aren't sound.
-    """
+    """Keeps the healed values of one mixer's buckets until the rest of the worker's model is sound, too. Fragments, and
+    the parameters of several optimizers, are healed one after the other, each in its own round. Until the last is
+    healed, gradients come from a model with NaN, and would poison healed parameters again. `forget` resets other
+    poisoned state of the worker; `others_sick` returns whether other parts of the model aren't sound."""
 
     def __init__(
         self, buckets: Sequence[Bucket], forget: Callable[[], None], others_sick: Callable[[], bool] = bool

@@ -59,9 +59,7 @@ class Memory(ABC):
     """Interface to the state of an exchange's coder, for monitors and checkpoints."""
 
     encodes: ClassVar[bool] = True  # True where messages are encoded.
-
     bytes: int = 0  # Bytes of one message of all admitted buckets on the wire, without headers.
-
     lost = CodecError()  # stays empty without a codec
 
     @abstractmethod
@@ -75,9 +73,7 @@ class Memory(ABC):
 
 class Coder(Memory):
     """Encodes and decodes messages at one worker's ends of its links; this base sends buckets unencoded, uncopied.
-
-    `place` is the index of a message's bucket among the admitted buckets.
-    """
+    `place` is the index of a message's bucket among the admitted buckets."""
 
     encodes = False
 
@@ -92,8 +88,7 @@ class Coder(Memory):
     def encode(self, message: Tensor, targets: Mapping[int, float], step: int, place: int) -> dict[int, Buffers]:
         """Encode to {target: payload}: buffers of the pool, or the message; targets of one audience share one.
 
-        message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ.
-        """
+        message <- what the targets decode: sum_k w_ki decoded_ik / sum_k w_ki where the payloads differ."""
         return {target: [message] for target in targets}
 
     def buffers(self, sources: Iterable[int], message: Tensor, place: int) -> dict[int, Buffers]:
@@ -116,12 +111,10 @@ class Coder(Memory):
 
 
 def cliques_of(codec: Codec, combine: Rule, topology: Topology, weights: Weights, size: int) -> Cliques:
-    """Choose how workers of a clique exchange messages under this codec and rule.
-
-    Each worker adds up the codes of the part that it owns where every step with messages averages all workers, more
-    than two, with equal weights, and messages are differences: the compression error of their mean is sent later
-    (`shared.compute.codec.coded_parts`). Other codes go from each worker to all of its receivers.
-    """
+    """Choose how workers of a clique exchange messages under this codec and rule. Each worker adds up the codes of the
+    part that it owns where every step with messages averages all workers, more than two, with equal weights, and
+    messages are differences: the compression error of their mean is sent later (`shared.compute.codec.coded_parts`).
+    Other codes go from each worker to all of its receivers."""
     if not codec.encodes:
         return Cliques.RING
     cuts = not codec.remembers and combine.form.differences and combine.form.copies == 1

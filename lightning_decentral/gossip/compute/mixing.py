@@ -36,8 +36,7 @@ class Sick(FloatingPointError):
         sent: replacement of the message (`Recovery.stand_in` of the mean of its neighbours' sound messages).
         mixed: the round's mixture with `sent`; not finite if no sound message was received.
         round: round in which the message was sent; a device finds out `LAG` rounds later.
-        late: whether the message of the round that is mixed now was sound, and so is part of `mixed`.
-    """
+        late: whether the message of the round that is mixed now was sound, and so is part of `mixed`."""
 
     def __init__(self, complaint: str, sent: Tensor, mixed: Tensor, round: int, late: bool = False) -> None:
         super().__init__(complaint)
@@ -48,11 +47,9 @@ class Sick(FloatingPointError):
 
 
 class Verdicts:
-    """Checks the messages of one exchange, round by round.
-
-    On the CPU a message is checked at once. On a GPU the device itself accepts or refuses a message, and the host reads
-    the verdict `LAG` rounds later, without waiting. `codec` is named in errors; empty where messages aren't encoded.
-    """
+    """Checks the messages of one exchange, round by round. On the CPU a message is checked at once. On a GPU the device
+    itself accepts or refuses a message, and the host reads the verdict `LAG` rounds later, without waiting. `codec` is
+    named in errors; empty where messages aren't encoded."""
 
     def __init__(self, rank: int, codec: str = "") -> None:
         self.refused = 0
@@ -67,10 +64,8 @@ class Verdicts:
         """Check a round's headers; `complaint` then tells why this worker's own message isn't sound, as far as known.
         RuntimeError: a source is in another round, or its model has another size.
 
-        Args:
-            headers: (round, elements of all buckets, scale) of each of `workers`, as `health.stated` makes them.
-            sane: whether each worker's message is sound next to the others, `health.sound(scales_in(headers))`.
-        """
+        `headers` has (round, elements of all buckets, scale) of each worker, as `health.stated` makes them; `sane`
+        tells whether each one's message is sound next to the others: `health.sound(scales_in(headers))`."""
         if headers.device.type != "cuda":
             self._judge(workers, headers, sane)
             return
@@ -115,9 +110,8 @@ class Verdicts:
             held = _ABSURD if own_finite else f"NaN or infinity{self._beyond}"
             self._sick_round = step
             self.complaint = (
-                f"worker {self._rank}: its parameters hold {held} in round {step}; its "
-                "neighbours refused them. Lower the learning rate, clip gradients (gradient_clip_val) or find the "
-                "operation with detect_anomaly=True"
+                f"worker {self._rank}: its parameters hold {held} in round {step}; its neighbours refused them. Lower "
+                "the learning rate, clip gradients (gradient_clip_val) or find the operation with detect_anomaly=True"
             )
 
 
@@ -151,11 +145,8 @@ def mix(own: Tensor, received: Sequence[Tensor], weights: Sequence[float]) -> No
 
     Each step moves the mean so far towards the next message: m <- m + w_k / (w_0 + ... + w_k) (received_k - m).
     So equal messages give exactly their own bits in any type, where products with 1/3 or 1/5 would each be rounded, and
-    a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result.
-
-    Args:
-        weights: of `own` and each of `received`; none below 0.
-    """
+    a worker at consensus would move. Weights that don't sum to one (columns, as push-sum's) multiply the result. They
+    are of `own` and each of `received`, none below 0."""
     total, sums = received[0], list(accumulate(weights))
     mean = own
     for tensor, weight, so_far in zip(received, weights[1:], sums[1:], strict=True):

@@ -63,10 +63,8 @@ class Travel:
 
 
 class StateBucket(Bucket):
-    """Bucket of the current tensors `optimizer.state[p][name]` for the parameters p of `owners`.
-
-    Zeros stand for states that the optimizer doesn't have yet, as for an expert that this worker hasn't used.
-    """
+    """Bucket of the current tensors `optimizer.state[p][name]` for the parameters p of `owners`. Zeros stand for states
+    that the optimizer doesn't have yet, as for an expert that this worker hasn't used."""
 
     def __init__(
         self, tensors: Sequence[Tensor], owners: Mapping[int, nn.Parameter], optimizer: Optimizer, name: str, parts: int
@@ -137,11 +135,9 @@ def kinds(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter], s
 
 def agreed(rows: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
     """Kind of each parameter's state that all workers agree on, from each worker's `kinds`: the kind on any worker that
-    has the state. Else the kind of a state in the same parameter group; else `LACKING` if any worker lacks it.
-
-    Workers may have updated different parameters: one worker uses an expert, another doesn't, a loss scaler skips a
-    step. Rows are [workers, parameters]; `groups` has each parameter's group in its optimizer.
-    """
+    has the state. Else the kind of a state in the same parameter group; else `LACKING` if any worker lacks it. Workers
+    may have updated different parameters: one worker uses an expert, another doesn't, a loss scaler skips a step. Rows
+    are [workers, parameters]; `groups` has each parameter's group in its optimizer."""
     most = [max(column) for column in zip(*rows, strict=True)]  # by parameter, over the workers
     travels = {group: kind for kind, group in zip(most, groups, strict=True) if kind > LACKING}
     return [kind or travels.get(group, UNKNOWN) for kind, group in zip(most, groups, strict=True)]

@@ -27,9 +27,8 @@ def check_symmetric(who: str, topology: Topology, size: int, weights: Weights, i
         i, j = np.unravel_index(int(difference.argmax()), difference.shape)
         if difference[i, j] > 1e-9:
             raise ValueError(
-                f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} "
-                f"the weight {matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: "
-                f"use a symmetric graph, or {instead}"
+                f"{who} needs a symmetric mixing matrix, but on {topology.label(size)} worker {i} gives {j} the weight "
+                f"{matrix[i, j]:.4g} and {j} gives {i} {matrix[j, i]:.4g}: use a symmetric graph, or {instead}"
             )
 
 

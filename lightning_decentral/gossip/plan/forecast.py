@@ -21,14 +21,8 @@ from math import lcm
 
 import numpy as np
 
-from lightning_decentral.gossip.plan.planned_traffic import (
-    Cliques,
-    Round,
-    RoundLoad,
-    mean_copies,
-    rounds,
-    rounds_of_part,
-)
+from lightning_decentral.gossip.plan import planned_traffic
+from lightning_decentral.gossip.plan.planned_traffic import Cliques, Round, RoundLoad
 from lightning_decentral.gossip.plan.step_costs import PLAIN, Alone, Encoding, StateMessage, Talk, Within, joined
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Own, Weights, most_in_flight
@@ -78,8 +72,7 @@ def sampled(
     """Mean seconds per step, as `per_step`, for a period longer than the counted steps. The seconds of a step without
     messages, plus the seconds that messages add, scaled from the counted steps to the period:
 
-    alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)
-    """
+    alone + (per_step - alone) counted steps * messages per period / (period * messages in the counted steps)"""
     steps, period, size = compute.shape[1], len(plan), compute.shape[2]
     talking = [step for step, one in enumerate(plan) if not one.silent]
     alone = per_step(compute, [np.zeros(size)], [Round(np.arange(size)[:, None], ())], delay, [NO_WORK])
@@ -172,7 +165,7 @@ class GossipForecast(Method):
         for t in self._talks(setting):
             plan = self._rounds(setting, t)
             more = per_node * sum(one.more for one in plan) / len(plan) if setting.cluster.nodes > 1 else 0.0
-            copies = mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
+            copies = planned_traffic.mean_copies(t.topology, self.weights, size, per_node, t.encoding.cliques)
             found += t.wire_bytes * (copies + more)
         return found
 
@@ -211,8 +204,8 @@ class GossipForecast(Method):
         size, per_node = self._size(setting), self._workers_per_node(setting)
         whole, cliques = setting.cluster.workers // self.within.devices, talk.encoding.cliques
         if size == whole:
-            return rounds(talk.topology, self.weights, size, per_node, cliques)
-        return rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
+            return planned_traffic.rounds(talk.topology, self.weights, size, per_node, cliques)
+        return planned_traffic.rounds_of_part(talk.topology, self.weights, size, whole, per_node, cliques)
 
     def _plan(self, setting: Setting) -> tuple[list[Floats], tuple[Round, ...]]:
         """Compute (exchange seconds of every worker, rounds) for each step of a period."""

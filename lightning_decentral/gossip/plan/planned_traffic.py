@@ -42,15 +42,11 @@ class RoundLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """Messages of one step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1].
-
-    Args:
-        more: messages of a worker from sources that `sources` leaves out, if a part of all workers is simulated.
-    """
+    """Messages of one step. sources[i]: i and its sources, filled up with i to equal lengths, [size, most + 1]."""
 
     sources: npt.NDArray[np.intp]
     loads: tuple[RoundLoad, ...]
-    more: int = 0
+    more: int = 0  # messages of a worker from sources left out of `sources`, if a part of all workers is simulated
 
     @property
     def received(self) -> npt.NDArray[np.intp]:
@@ -82,11 +78,9 @@ def rounds(
 def rounds_of_part(
     topology: Topology, weights: Weights, part: int, whole: int, workers_per_node: int, cliques: Cliques
 ) -> tuple[Round, ...]:
-    """Make the rounds of `part` of the `whole` workers, with as many messages as all workers would send.
-
-    A clique of the whole part is scaled to all workers. The number of peers grows by one for each doubling of the
-    workers, if it does from half of the part to the part (an exponential graph), or peers are all workers.
-    """
+    """Make the rounds of `part` of the `whole` workers, with as many messages as all workers would send. A clique of
+    the whole part is scaled to all workers. The number of peers grows by one for each doubling of the workers, if it
+    does from half of the part to the part (an exponential graph), or peers are all workers."""
     # Half of the nodes, or of the only node's workers.
     half = part // 2 if part <= workers_per_node else max(1, part // workers_per_node // 2) * workers_per_node
     found, fewer = (rounds(topology, weights, size, workers_per_node, cliques) for size in (part, half))

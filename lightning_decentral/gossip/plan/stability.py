@@ -35,8 +35,7 @@ def stable_rate(matrix: Matrix, flights: int) -> float:
         |mu| < 2 sin((pi/2 - |arg mu|) / (2k - 1))            for every lambda != 1,
 
     which for real lambda is rate (1 - lambda) < 2 sin(pi / (2 (2k - 1))): 2, 1, 0.618, 0.445 for k = 1, 2, 3, 4.
-    The rate is infinite if the matrix mixes nothing.
-    """
+    The rate is infinite if the matrix mixes nothing."""
     mu = 1 - spectrum(matrix)
     # Without the eigenvalue 1 of the mean, which mixing keeps.
     mu = mu[np.abs(mu) > 1e-9]
@@ -53,8 +52,7 @@ def rate_for_any_order(matrix: Matrix, flights: int) -> float:
         |x(t+1)|^2 - |x(t)|^2 = -2 rate x(t)^T L x(t-k+1) + rate^2 |L x(t-k+1)|^2,
 
     write x(t) as x(t-k+1) plus k - 1 increments rate L x, and bound each product of two terms |L x| by half the sum of
-    their squares: the sum is negative if rate (1 - w) (2k - 1) < 1.
-    """
+    their squares: the sum is negative if rate (1 - w) (2k - 1) < 1."""
     smallest = float(np.diagonal(matrix).min())
     return inf if smallest == 1 else 1 / ((1 - smallest) * (2 * flights - 1))
 
@@ -72,8 +70,7 @@ def growth(blocks: Sequence[Matrix], delay: int, rate: float, echo: RepeatedCorr
         e(t) = keep e(t-1) + gain d(t);  x(t+1) = x(t) + d(t) + e(t).
 
     `blocks`: B_t = W_t - I of all steps of the period, [m, m], without the mean. The state is the last k values of x,
-    and e if there is an echo: k m rows, or (k + 1) m.
-    """
+    and e if there is an echo: k m rows, or (k + 1) m."""
     m, kept = len(blocks[0]), max(1, delay) * len(blocks[0])
     state = np.eye(kept + (m if echo else 0))
     for block in blocks:
@@ -156,10 +153,8 @@ LARGEST_PERIOD_STATE = 256  # rows; about 0.1 s for each rate that is tried
 
 def stable_at_one(topology: Topology, size: int, delay: int, weights: Weights) -> bool:
     """Return whether doubly stochastic mixing contracts at every rate up to 1 for a reason that needs no eigenvalues.
-
     With one message in flight and every w_ii > 0 mixing contracts: |W x| < |x|, unless x is equal on all workers that
-    exchange messages. So over a period that connects all workers, x without its mean becomes shorter.
-    """
+    exchange messages. So over a period that connects all workers, x without its mean becomes shorter."""
     talking = talking_steps(topology, size)
     rows = ((weights.row(topology, rank, size, step), rank) for step in talking for rank in range(size))
     return most_in_flight(topology, size, delay) == 1 and all(row.get(rank, 0.0) > 0 for row, rank in rows)

@@ -1,10 +1,8 @@
 """Forecast of a run with `exact_steps`: a share of its steps all-reduces the parameters, then the rule begins.
 
-A separate module, as it only combines two forecasts:
-
 cost = share * cost of an exact step + (1 - share) * cost of the rule's step     (seconds, bytes)
 
-Short, as it wraps a `GossipForecast`, which doesn't depend on it.
+A short module of its own, as it only wraps a `GossipForecast`, which doesn't depend on it.
 """
 
 from dataclasses import dataclass
@@ -32,9 +30,8 @@ class WarmStarted(Method):
         return (*self.first.prices(setting), *self.rest.prices(setting))
 
     def seconds(self, setting: Setting, factors: Floats) -> Floats:
-        return self.share * self.first.seconds(setting, factors) + (1 - self.share) * self.rest.seconds(
-            setting, factors
-        )
+        exact, rest = self.first.seconds(setting, factors), self.rest.seconds(setting, factors)
+        return self.share * exact + (1 - self.share) * rest
 
     def tasks(self, setting: Setting) -> list[Task[str]]:
         """Tasks of a step with the rule, after the warm start."""

@@ -80,8 +80,7 @@ def mixing_matrix(topology: Topology, size: int, step: int, weights: Weights | N
 class Entries:
     """Mixing matrix in compressed rows: W[i, columns[e]] = values[e] for starts[i] <= e < starts[i + 1].
 
-    Shapes: starts [size + 1], columns [edges], values [edges]. Within a row columns keep the order of the dict.
-    """
+    Shapes: starts [size + 1], columns [edges], values [edges]. Within a row columns keep the order of the dict."""
 
     starts: NDArray[np.int64]
     columns: NDArray[np.int64]

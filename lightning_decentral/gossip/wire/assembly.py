@@ -66,11 +66,9 @@ class CliqueMessage(MessageInFlight):
 @dataclass
 class CliqueExchange(Exchange[CliqueMessage]):
     """All-reduces the mean inside disjoint cliques of workers. A clique of c workers sends 2 (c - 1) / c of the
-    parameters' bytes per worker, where sends and receives would take c - 1.
-
-    A message with NaN or infinity is left out of the mean and counted. A message with far too large numbers is in the
-    sum before any worker can know: all refuse the sum, and each keeps its own parameters in that round.
-    """
+    parameters' bytes per worker, where sends and receives would take c - 1. A message with NaN or infinity is left out
+    of the mean and counted. A message with far too large numbers is in the sum before any worker can know: all refuse
+    the sum, and each keeps its own parameters in that round."""
 
     cliques: Sequence[Sequence[tuple[int, ...]]]  # for each phase a partition of the workers
     transports: Mapping[tuple[int, ...], Transport]  # one for each clique of several workers with this worker

@@ -64,8 +64,7 @@ class CodedCliqueExchange(Arrivals[CodedMessage]):
     """mixed = Q((1/n) sum_j sent_j + f), the same bits on all workers, where all receive from all with equal weights.
 
     A message with NaN, infinity or far too large numbers counts as zero, for every owner alike, and is counted as
-    refused. `transport` sends codes to their owners; the codec must have no estimates.
-    """
+    refused. `transport` sends codes to their owners; the codec must have no estimates."""
 
     back: Transport = field(kw_only=True)  # sends the owners' codes, for this exchange alone
     coder: CodedMean = field(init=False)

@@ -74,10 +74,8 @@ class ControlledMixer(Mixer):
 
 
 class Gauge:
-    """Sums the measured distance over all workers, and reads the sum `lag` steps later, without waiting.
-
-    `total` starts the in-place sum of a tensor over the workers; None in a simulation.
-    """
+    """Sums the measured distance over all workers, and reads the sum `lag` steps later, without waiting. `total` starts
+    the in-place sum of a tensor over the workers; None in a simulation."""
 
     def __init__(self, lag: int, total: Callable[[Tensor], Pending] | None) -> None:
         self.distance = nan  # last distance read, equal on all workers; nan before the first

@@ -54,13 +54,10 @@ class Dropped(Exception):
 class MessageInFlight(ABC):
     """One bucket's message of a round in flight, and the mixture that comes back for it."""
 
-    sent: Tensor
-    """The message, which belongs to the caller again after `land`; from `settle` on the decoded message."""
-
+    sent: Tensor  # the message, which belongs to the caller again after `land`; from `settle` on the decoded message
+    # Whether the other workers must land the message at the same time, because no thread does so during training.
     together: bool = False
-    """Whether the other workers must land the message at the same time, because no thread does so during training."""
-
-    corrects: bool = False  # Whether `correct` may be called instead of `land`.
+    corrects: bool = False  # whether `correct` may be called instead of `land`
 
     @abstractmethod
     def land(self) -> Tensor:
@@ -99,11 +96,8 @@ class EarlyArrival(MessageInFlight):
 
     @abstractmethod
     def arrive(self) -> list[Tensor]:
-        """Wait for the messages to this worker, decode and check them, on the current stream. Call once, before `land`.
-
-        Returns:
-            Tensors in that stream's memory, which `land` reads.
-        """
+        """Wait for the messages to this worker, decode and check them, on the current stream; return tensors in that
+        stream's memory, which `land` reads. Call once, before `land`."""
 
 
 @dataclass
@@ -182,9 +176,7 @@ class Exchange(ABC, Generic[M]):
     """Base of exchanges: one worker's messages in every round (in a simulation all workers')."""
 
     pool: Pool  # Buffers of messages; the user of a mixture returns its buffer.
-
     coder: Memory  # State of the coder: estimates of both ends of a link, bytes of a message.
-
     neighbours: Callable[[int], StepLinks]  # Links of a step.
 
     @abstractmethod
@@ -218,10 +210,8 @@ class Exchange(ABC, Generic[M]):
 @dataclass(frozen=True)
 class Traffic:
     """Counters of one worker's communication; in an island of one device, which sends a part of a worker's bytes.
-
-    `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing
-    of a round's first bucket, as the host sees them.
-    """
+    `wait_seconds` are the host's, or the GPU's if the GPU waits; `in_flight_seconds` are between sending and mixing of
+    a round's first bucket, as the host sees them."""
 
     rounds: int = 0
     bytes_sent: int = 0

@@ -1,7 +1,7 @@
 """Hierarchical exchange: each device of an island exchanges a part of a bucket, then the island gathers the parts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,8 +29,7 @@ class GatherExchange(Exchange["Parts"]):
     """mixed[p] = sum_j w_ij sent_j[p] for this device's part p; then the island's devices all-gather the parts.
 
     A bucket of n elements has L equal parts for L devices: every byte of a message crosses the network card of the
-    island's node once. Source: two-level exchange of parameters, Wang et al. 2410.11998, section 4.
-    """
+    island's node once. Source: two-level exchange of parameters, Wang et al. 2410.11998, section 4."""
 
     inner: Exchange[Any]  # exchange between the devices of the same place in all islands
     inside: Transport  # the devices of this island, in order of place, for this exchange alone
@@ -159,8 +158,7 @@ class SideStream:
         caller   message |     forward, backward, update     | mixed
         aside            | send, wait, mix, gather |
 
-    Needs a CUDA device and NCCL.
-    """
+    Needs a CUDA device and NCCL."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._waited = cuda.Stream(device), DeviceStopwatch()
@@ -245,10 +243,8 @@ class Averaging(Several):
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
         self._average.load_state_dict(state)
 
-    @contextmanager
-    def blocked(self) -> Iterator[None]:
-        with self._gradients.blocked():
-            yield
+    def blocked(self) -> AbstractContextManager[None]:
+        return self._gradients.blocked()
 
     def close(self, cut_off: bool) -> None:
         super().close(cut_off)

@@ -25,12 +25,9 @@ class IslandMember(DeviceSteps):
     """Base of a device's role in an island of `devices`; here a single device. `meet` runs calls that wait for other
     devices."""
 
-    shards = 1  # Number of devices over which a worker's parameters are sharded.
-
+    shards = 1  # number of devices over which a worker's parameters are sharded
     overlaps = True  # whether the exchange overlaps training, if the delay allows it
-
-    heals = True
-    """Whether a poisoned worker can be healed: its devices know each other's refused messages, or share nothing."""
+    heals = True  # whether a poisoned worker can be healed: its devices know refused messages, or share nothing
 
     def __init__(self, wire: Wire | None, devices: int, meet: Meet) -> None:
         self._wire, self.devices, self._meet = wire, devices, meet

@@ -143,12 +143,10 @@ class Sharding(Several):
 
 
 class Used:
-    """Adds zero gradients for parameters that only some devices of an island use in a step (experts).
-
-    FSDP reduces a module's gradients in one message, whose size would differ on a device without some gradients. A
-    parameter that no device used gets no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's groups
-    of parameters that are gathered and reduced together.
-    """
+    """Adds zero gradients for parameters that only some devices of an island use in a step (experts). FSDP reduces a
+    module's gradients in one message, whose size would differ on a device without some gradients. A parameter that no
+    device used gets no gradient, as under ddp with find_unused_parameters. `groups`: FSDP's groups of parameters that
+    are gathered and reduced together."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups
@@ -173,8 +171,7 @@ class Used:
 
         With two gloo devices on a busy host this takes 4% of a step of 33 ms (6% if all waited for the sum). In a step
         of 340 ms, with 10 million parameters, its time can't be distinguished from noise. `start` begins an in-place
-        sum of a CPU tensor over the devices, and returns a function that waits for it. Collective.
-        """
+        sum of a CPU tensor over the devices, and returns a function that waits for it. Collective."""
         if not all(group.reduce_grads for group in self._groups):
             return  # gradients are being accumulated
         every = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]

@@ -109,10 +109,8 @@ class StateMixer:
 
 
 class Mixed:
-    """Parameters that this worker's rounds mix, compared with the other workers' whenever the set changes.
-
-    Each worker may freeze parameters on its own: a parameter that was mixed once is mixed on while frozen.
-    """
+    """Parameters that this worker's rounds mix, compared with the other workers' whenever the set changes. Each worker
+    may freeze parameters on its own: a parameter that was mixed once is mixed on while frozen."""
 
     def __init__(self) -> None:
         self.layouts = TrainingComparison()  # call `begin` at the start of every round, `done` at its launch

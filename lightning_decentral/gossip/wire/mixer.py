@@ -47,8 +47,7 @@ class Mixer:
     Memory beyond the model: for every round in flight one copy of the sent message and of each received message, and
     the rule's state. All workers may append buckets while training, in the same round.
 
-    Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`.
-    """
+    Source: the orders, Wang et al. 2410.11998, section 3; delayed mixing, `stability.largest_stable_rate`."""
 
     def __init__(self, buckets: Sequence[Flat], combine: Combine, exchange: Exchange[Any], delay: int) -> None:
         self.buckets: list[Flat] = []

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer, par
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
 from lightning_decentral.shared.compute.layout import orders, refuse_reordered
+from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.wire.fsdp import local
 
 
@@ -24,10 +24,8 @@ def healing(most: int, module: nn.Module) -> Healing:
 
 
 class OptimizerMixer:
-    """Mixes the parameters of one optimizer, or a fragment of them.
-
-    A parameter that several optimizers train belongs to the first (`taken`), and is mixed after the updates of each.
-    """
+    """Mixes the parameters of one optimizer, or a fragment of them. A parameter that several optimizers train belongs
+    to the first (`taken`), and is mixed after the updates of each."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class OptimizerMixer:
         # A parameter with a gradient that was frozen again since the backward is updated, too.
         groups = self.optimizer.param_groups
         now = [p for group in groups for p in group["params"] if p.requires_grad or p.grad is not None]
-        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+        if same(now, self._seen):
             return
         self._seen, self.looks = now, self.looks + 1
         self.strayed = not self.own.issubset(parameters_of(self.optimizer))
@@ -112,11 +110,6 @@ class OptimizerMixer:
             buckets = self._making.pack(new)
             self.buckets += buckets
             self.mixer.extend(with_tail(buckets))
-
-    def adopt_states(self) -> None:
-        """Add new states of the optimizer to their buckets."""
-        for state in self.states:
-            state.adopt(self.own)
 
     def step(self, by: Optimizer | None = None) -> None:
         """Take one round after an update; `by`: another optimizer that made the update, of shared parameters."""
@@ -193,10 +186,8 @@ SAMPLES = 64  # Elements sampled of each parameter: a pass over all elements per
 
 
 class Written:
-    """Detects writes to the parameters of one mixer's buckets since its last step.
-
-    A parameter's version counts its changes, except those by `.data`, which a sample of its elements shows.
-    """
+    """Detects writes to the parameters of one mixer's buckets since its last step. A parameter's version counts its
+    changes, except those by `.data`, which a sample of its elements shows."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets

@@ -46,11 +46,9 @@ def heirs_of(
 
 
 class Mixers:
-    """Mixers of all optimizers, for each optimizer as many as the model has fragments.
-
-    A parameter is mixed after each update of any optimizer that has it. The mixers depend on an optimizer's parameters,
-    not on its identity. `making` returns the factory when an optimizer's mixers are made.
-    """
+    """Mixers of all optimizers, for each optimizer as many as the model has fragments. A parameter is mixed after each
+    update of any optimizer that has it. The mixers depend on an optimizer's parameters, not on its identity. `making`
+    returns the factory when an optimizer's mixers are made."""
 
     def __init__(self, making: Callable[[], MixerFactory]) -> None:
         self._making, self.mixed = making, Mixed()  # all mixed parameters; `watch` compares them between workers
@@ -113,11 +111,9 @@ class Mixers:
             mixer.adopt()
 
     def follow(self, live: Sequence[Optimizer]) -> None:
-        """Use these optimizers from now on, on all workers in the same step.
-
-        If each new optimizer trains the parameters of an old one, the old one's rounds, rule states and messages in
-        flight continue. Otherwise all workers are set to their mean, and rules begin anew.
-        """
+        """Use these optimizers from now on, on all workers in the same step. If each new optimizer trains the
+        parameters of an old one, the old one's rounds, rule states and messages in flight continue. Otherwise all
+        workers are set to their mean, and rules begin anew."""
         if same(live, self._live):
             return
         live = [*dict.fromkeys(live)]
@@ -165,7 +161,8 @@ class Mixers:
             self._begin_anew(self._live)
             own = self.of(optimizer)
         for mixer in own:
-            mixer.adopt_states()
+            for state in mixer.states:
+                state.adopt(mixer.own)
             mixer.step()
         for mixer in self._sharing(optimizer, own) if len(self._live) > 1 else ():
             mixer.step(by=optimizer)

@@ -43,8 +43,7 @@ class OverlapExchange(Exchange["Overlapped"]):
         arriving         ... mix |        | wait, decode, mix |
 
     A training step waits only for a copy of the parameters and for the correction. Operations on every bucket have the
-    order, and so the bits, of the inner exchange, which must be on the CPU with a transport of its own.
-    """
+    order, and so the bits, of the inner exchange, which must be on the CPU with a transport of its own."""
 
     def __init__(self, inner: Exchange[Any]) -> None:
         self.inner = inner
@@ -69,7 +68,7 @@ class OverlapExchange(Exchange["Overlapped"]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Overlapped":
         """Launch a message. Memory until mixed: a copy, the inner exchange's memory, and decoded messages."""
         # A copy is sent: the correction subtracts the sent values, and updates change the parameters meanwhile.
-        sent = copied.message if copied else self.pool.take(message).copy_(message)
+        sent = self._copy(message, copied)
         launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))
         part = Overlapped(self, sent, launched)
         self._round = [*self._round, part] if place else [part]
@@ -147,8 +146,7 @@ class StreamExchange(Exchange["OnStream"]):
         meanwhile      | encode, send, wait, decode, judge |
 
     Estimates of codecs and buffers of messages are used on the second stream alone: the inner exchange's waits
-    are those of the current stream.
-    """
+    are those of the current stream."""
 
     def __init__(self, inner: Arrivals[Any], device: torch.device) -> None:
         self.inner: Arrivals[Any] = inner

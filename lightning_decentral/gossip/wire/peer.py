@@ -176,12 +176,10 @@ class PeerMessage(EarlyArrival):
 
 @dataclass
 class PeerExchange(Arrivals[PeerMessage]):
-    """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages.
-
-    Every message is preceded by a header (round, elements of all buckets); a header of another round is an error. A
-    message with NaN, infinity or numbers far too large next to the others is refused and counted: the receiver's own
-    parameters get its weight.
-    """
+    """Sends this worker's buckets to its targets, receives from its sources, and mixes accepted messages. Every message
+    is preceded by a header (round, elements of all buckets); a header of another round is an error. A message with NaN,
+    infinity or numbers far too large next to the others is refused and counted: the receiver's own parameters get its
+    weight."""
 
     coder: Coder = field(init=False)
     _combine: Combine | None = field(default=None, init=False)
@@ -215,7 +213,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         at, cuda = self.neighbours(step), self.device.type == "cuda"
         if cuda and copied is None and not self.coder.encodes:
             copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
-        sent = copied.message if copied else self.pool.take(message).copy_(message)
+        sent = self._copy(message, copied)
         headers = copied.headers if copied and not self.coder.encodes else None
         packets = self.coder.encode(sent, at.targets, step, place)
         buffers = self.coder.buffers(at.sources, sent, place)
@@ -230,7 +228,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         """Wait for the messages to this worker, decode and check them, on the current stream. Returns ({source: its
         message}, bool [1 + sources]: whether each is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
-        received = self._decoded(message)
+        received = self.coder.decode(message.buffers, message.sent, message.place)
         if self.coder.encodes:  # decoded by this worker, perhaps from another estimate than the sender's
             for row, tensor in zip(message.headers[1:], received.values(), strict=True):
                 scales_in(row).copy_(scale([tensor]))
@@ -238,6 +236,3 @@ class PeerExchange(Arrivals[PeerMessage]):
         if self.codec.remembers:  # before they are mixed, which is done in place
             self.coder.remember(received, sane[1:], message.place)
         return received, sane
-
-    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:
-        return self.coder.decode(message.buffers, message.sent, message.place)

@@ -92,10 +92,8 @@ M = TypeVar("M", bound=MessageInFlight)
 
 @dataclass
 class Everyones(Exchange[M]):
-    """Exchange between all workers in one process, the first axis of every tensor, over the links of W_t.
-
-    Steps that differ by a period share a W_t, and all steps without messages share one.
-    """
+    """Exchange between all workers in one process, the first axis of every tensor, over the links of W_t. Steps that
+    differ by a period share a W_t, and all steps without messages share one."""
 
     topology: Topology
     weights: Weights

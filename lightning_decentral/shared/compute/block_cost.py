@@ -119,10 +119,9 @@ class BlockPass:
 
 
 def measure(root: nn.Module, names: Sequence[str], parameter_bytes: Sequence[int], run: Run) -> tuple[BlockCost, ...]:
-    """Measure blocks: before the first named module's input, from each named module to the next, behind the last.
-
-    Runs the forward pass a few times; each block's seconds are its shortest. ValueError: the forward pass doesn't enter
-    the modules in this order, each once in a pass."""
+    """Measure blocks: before the first named module's input, from each named module to the next, behind the last. Runs
+    the forward pass a few times; each block's seconds are its shortest. ValueError: the forward pass doesn't enter the
+    modules in this order, each once in a pass."""
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     passes: list[BlockPass] = []
     for _ in range(1 + TIMED_RUNS):

@@ -81,10 +81,8 @@ def stopwatch(device: torch.device) -> HostStopwatch:
 
 
 class AsyncRead:
-    """Reads a small tensor on the host, asynchronously.
-
-    A host's tensor is ready at once. A device's is copied after the work that the current stream has queued.
-    """
+    """Reads a small tensor on the host, asynchronously. A host's tensor is ready at once. A device's is copied after
+    the work that the current stream has queued."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.on_host = tensor.device.type != "cuda"

@@ -98,11 +98,9 @@ PIECE = 2**16  # elements that a host makes float64 at once: they stay in its ca
 
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """sum_k ||t_k||^2 in float64, complex numbers as pairs; a scalar on the tensors' device.
-
-    One pass over each on a device, where `t.double().square().sum()` would write two copies in float64. On a host
-    torch's own norm writes one such copy, which took six times as long: here pieces are converted one after the other.
-    """
+    """sum_k ||t_k||^2 in float64, complex numbers as pairs; a scalar on the tensors' device. One pass over each on a
+    device, where `t.double().square().sum()` would write two copies in float64. On a host torch's own norm writes one
+    such copy, which took six times as long: here pieces are converted one after the other."""
     rows = []
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

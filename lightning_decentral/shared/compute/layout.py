@@ -185,10 +185,8 @@ def laid(tensor: Tensor, place: Place) -> Tensor:
 
 
 def lay_states(optimizer: Optimizer) -> None:
-    """Give optimizer states of their parameter's shape its memory order: fused optimizers read both as flat memory.
-
-    The orders differ where the model has another memory format than the file or worker that the states come from.
-    """
+    """Give optimizer states of their parameter's shape its memory order: fused optimizers read both as flat memory. The
+    orders differ where the model has another memory format than the file or worker that the states come from."""
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict):
             continue  # a state of the optimizer's own type

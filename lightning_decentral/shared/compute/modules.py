@@ -32,8 +32,7 @@ def candidates(module: nn.Module) -> list[BlockSequence]:
     A block is a member of a Sequential or ModuleList, containers flattened: the layers of all stages are one chain.
     Where its blocks lie in several networks (a student and its teacher), those of each are a chain as well; so are
     plain layers of several classes (a VGG). Likely is a chain that holds half of the largest one's parameters, and of
-    these the longest. Whether a chain may be cut is for `verify` to decide.
-    """
+    these the longest. Whether a chain may be cut is for `verify` to decide."""
     modules = dict(module.named_modules())
     members: dict[type, list[str]] = defaultdict(list)
     for name, block in modules.items():

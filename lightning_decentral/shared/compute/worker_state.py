@@ -104,10 +104,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """sum_i w_i bits_i mod 2^64, an int64 scalar on the tensor's device; bits_i: of element i, w_i: odd, by index i.
-
-    A single element that differs always changes the sum. At most 8 MiB are copied at a time.
-    """
+    """sum_i w_i bits_i mod 2^64, an int64 scalar on the tensor's device; bits_i: of element i, w_i: odd, by index i. A
+    single element that differs always changes the sum. At most 8 MiB are copied at a time."""
     whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = whole.detach().resolve_neg().contiguous().reshape(-1)
     weights = (torch.arange(1, min(flat.numel(), _PIECE) + 1, device=flat.device) * _ODD).bitwise_or(1)

@@ -26,7 +26,6 @@ from lightning_decentral.gossip import (
     Weights,
     largest_stable_rate,
 )
-from lightning_decentral.gossip.compute.combine import gossip
 from lightning_decentral.gossip.plan.stability import rate_for_any_order, stable_at_one, stable_rate
 from lightning_decentral.gossip.plan.weights import Own, mixing_matrix, spectrum
 from tests.gossip.topologies import directed_circulant, every_topology
@@ -275,5 +274,5 @@ def test_what_is_seen_to_be_stable_without_eigenvalues_is(topology: Topology) ->
 
 
 def test_a_thousand_workers_are_checked_without_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip, "largest_stable_rate", None)
+    monkeypatch.setattr("lightning_decentral.gossip.plan.stability.largest_stable_rate", None)
     Gossip().check(Hypercube(), 1024, Own(), 1)

@@ -11,7 +11,7 @@ from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.shared.compute.health import squared_norm
-from lightning_decentral.shared.plan.arguments import checked
+from lightning_decentral.shared.plan.arguments import at_least, checked
 
 
 @checked
@@ -51,12 +51,7 @@ class ConsensusControl(Rule):
     def __post_init__(self) -> None:
         if self.target <= 0:
             raise ValueError(f"the target distance must be positive, got {self.target}: 0.01 is 1 % of the parameters")
-        for name in ("most", "probe", "lag"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"ConsensusControl's {name} must be at least 1, got {getattr(self, name)}: "
-                    "leave it out for the default"
-                )
+        at_least(1, "leave it out for the default", most=self.most, probe=self.probe, lag=self.lag)
 
     @property
     def weights(self) -> Weights:

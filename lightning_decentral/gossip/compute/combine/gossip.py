@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
-from lightning_decentral.gossip.plan.stability import (
-    CONTRACTS,
-    RepeatedCorrection,
-    largest_rate_with_echo,
-    largest_stable_rate,
-    stable_at_one,
-)
+from lightning_decentral.gossip.plan import stability
+from lightning_decentral.gossip.plan.stability import RepeatedCorrection
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights, describe
 from lightning_decentral.shared.plan.arguments import checked
@@ -161,10 +156,10 @@ def check_rate(rate: Rate, name: str = "rate") -> None:
 def check_stable(rule: str, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int) -> None:
     """Raise ValueError, naming the largest stable mixing rate, unless plain mixing at the largest rate contracts."""
     used = largest(rate)
-    if used <= 1 and stable_at_one(topology, size, delay, weights):
+    if used <= 1 and stability.stable_at_one(topology, size, delay, weights):
         return  # eigenvalues of a thousand workers take minutes
-    safe = largest_stable_rate(topology, size, delay, weights)
-    if used >= safe * CONTRACTS and size > 1:
+    safe = stability.largest_stable_rate(topology, size, delay, weights)
+    if used >= safe * stability.CONTRACTS and size > 1:
         every = f", or topology=Every({delay}, ...), which is stable at rate 1" if delay > 1 else ""
         raise ValueError(
             f"mixing rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: the rate "
@@ -181,14 +176,11 @@ def check_echo(
     rule: str, echo: RepeatedCorrection, rate: Rate, topology: Topology, size: int, weights: Weights, delay: int
 ) -> None:
     """Raise ValueError, naming a stable mixing rate, unless mixing with repeated corrections contracts."""
-    safe, used = largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
+    safe, used = stability.largest_rate_with_echo(topology, size, delay, weights, echo), largest(rate)
     if used < safe or size == 1:
         return
-    remedy = (
-        f"use {rule}(rate={well_below(safe)})"
-        if well_below(safe)
-        else "use a shorter delay, or a topology of one matrix"
-    )
+    rate = well_below(safe)
+    remedy = f"use {rule}(rate={rate})" if rate else "use a shorter delay, or a topology of one matrix"
     raise ValueError(
         f"{rule} at rate {used} with delay {delay} doesn't contract on {describe(topology, size, weights)}: "
         f"the rate must stay below {safe:.4g}; {remedy}"

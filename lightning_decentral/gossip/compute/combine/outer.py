@@ -22,19 +22,15 @@ WARM_UP = 10  # Outer steps over which `suited_momentum` rises from half its val
 
 
 def suited_lr(workers: int) -> float:
-    """Default outer learning rate: 0.6 for up to 4 workers, 0.2 more for each doubling, at most 1.
-
-    Source: rounded, after 2503.09799 and 2505.23725.
-    """
+    """Default outer learning rate: 0.6 for up to 4 workers, 0.2 more for each doubling, at most 1. Source: rounded,
+    after 2503.09799 and 2505.23725."""
     return min(1.0, max(0.6, 0.6 + 0.2 * log(workers / 4, 2)))
 
 
 def suited_momentum(steps: int) -> float:
     """Default outer momentum: 0.55 for up to 10 local steps, 0.85 from 30 on, linear in their logarithm between.
-
     Displacements over few local steps resemble each other, and momentum lengthens what is alike: the gain of aligned
-    displacements is lr (1 + mu / (1 - mu rho)), with rho the correlation of consecutive displacements.
-    """
+    displacements is lr (1 + mu / (1 - mu rho)), with rho the correlation of consecutive displacements."""
     share = log(max(steps, 1) / 10) / log(3)
     return round(0.55 + 0.3 * min(1.0, max(0.0, share)), 3)
 

@@ -1,6 +1,5 @@
 """Topologies made of others or adapted to nodes: `Every` k-th step, `Stream` by model fragments, `PeriodicAverage`, the
-alternating exponential ring over nodes, and `Auto`, the default.
-"""
+alternating exponential ring over nodes, and `Auto`, the default."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, combinations
 from math import prod
+from random import Random
 
-from lightning_decentral.gossip.plan.topology.topology import (
-    Topology,
-    at_least_one,
-    ceil_log2,
-    completed,
-    matching,
-    others,
-)
+from lightning_decentral.gossip.plan.topology.topology import Topology, at_least_one, ceil_log2, completed, others
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -115,6 +109,18 @@ class RandomMatching(Topology):
         return others(rank, (matching(self.seed, size, step % self.period(size))[rank],))
 
 
+@lru_cache(maxsize=256)
+def matching(seed: int, size: int, step: int) -> tuple[int, ...]:
+    """Draw a random matching: [rank] -> its partner, or itself if alone."""
+    ranks = list(range(size))
+    # The standard library's generator gives one sequence on every platform.
+    Random(f"{seed} {size} {step}").shuffle(ranks)
+    partner = {ranks[-1]: ranks[-1]}
+    for i, j in zip(ranks[::2], ranks[1::2], strict=False):
+        partner.update({i: j, j: i})
+    return tuple(partner[rank] for rank in range(size))
+
+
 # ---- base-(k+1) graphs: algorithms 1 (hyper-hypercube), 2 (simple) and 3 (full) of Takezawa et al. 2305.11420 --------
 #
 # A step is written as its pairs and their weights, {(i, j): w} with i < j; the rest of each row is the worker's own. So
@@ -167,10 +173,8 @@ def _factors(number: int, largest: int) -> list[int]:
 
 
 def _hyper_hypercube(workers: Sequence[int], max_degree: int) -> list[Pairs]:
-    """Number the workers in mixed radix; step d averages workers that differ in digit d only (algorithm 1).
-
-    The number of workers has no prime factor above max_degree + 1.
-    """
+    """Number the workers in mixed radix; step d averages workers that differ in digit d only (algorithm 1). The number
+    of workers has no prime factor above max_degree + 1."""
     steps, stride = [], 1
     for factor in _factors(len(workers), max_degree + 1):
         cliques: dict[tuple[int, int], list[int]] = {}
@@ -186,8 +190,7 @@ def _simple(workers: Sequence[int], max_degree: int) -> list[Pairs]:
 
     First every block averages inside. Then block l = 1, 2, ... gives its share to all later blocks, each of whose
     workers is paired with one worker of each of the a_l pieces of block l. Then the mean of every piece is the mean of
-    all workers, and every piece averages inside.
-    """
+    all workers, and every piece averages inside."""
     if prod(_factors(len(workers), max_degree + 1)) == len(workers):
         return _hyper_hypercube(workers, max_degree)
     blocks = _blocks(workers, max_degree + 1)
@@ -222,10 +225,8 @@ def _blocks(workers: Sequence[int], base: int) -> list[list[Sequence[int]]]:
 
 
 def _spread(blocks: Sequence[Sequence[Sequence[int]]]) -> Pairs:
-    """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later blocks.
-
-    Each worker of later blocks is paired with one worker of every piece of the first block, with equal weights.
-    """
+    """Weights of the step in which the first block gives its share, |V_1| / sum_j |V_j|, to later blocks. Each worker
+    of later blocks is paired with one worker of every piece of the first block, with equal weights."""
     pieces, later = blocks[0], [worker for block in blocks[1:] for piece in block for worker in piece]
     own = sum(map(len, pieces))
     weight = own / (own + len(later)) / len(pieces)

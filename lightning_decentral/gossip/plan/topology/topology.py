@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import fsum, isqrt
-from random import Random
 
 
 @dataclass(frozen=True, eq=False)  # no two instances of a user's class without fields are equal, for caches of plans
@@ -132,15 +131,3 @@ def grid(size: int, rows: int | None, columns: int | None) -> tuple[int, int]:
     if rows is None:
         rows = size // max(columns or 1, 1)
     return rows, size // max(rows, 1) if columns is None else columns
-
-
-@lru_cache(maxsize=256)
-def matching(seed: int, size: int, step: int) -> tuple[int, ...]:
-    """Draw a random matching: [rank] -> its partner, or itself if alone."""
-    ranks = list(range(size))
-    # The standard library's generator gives one sequence on every platform.
-    Random(f"{seed} {size} {step}").shuffle(ranks)
-    partner = {ranks[-1]: ranks[-1]}
-    for i, j in zip(ranks[::2], ranks[1::2], strict=False):
-        partner.update({i: j, j: i})
-    return tuple(partner[rank] for rank in range(size))

@@ -81,11 +81,8 @@ def key(*numbers: int) -> int:
 
 def dither(number: int, key: int, piece: int, device: torch.device) -> Callable[[int, int, Tensor], Tensor]:
     """Return a function (start, stop, out) that fills `out` with the noise of elements start .. stop of `number`, each
-    of the 2^16 midpoints of (-1/2, 1/2) as likely.
-
-    All midpoints are shuffled once; a piece, of 2^16 elements at most, reads them from a hashed index on: no two
-    numbers of a piece are equal, and two pieces seldom begin alike.
-    """
+    of the 2^16 midpoints of (-1/2, 1/2) as likely. All midpoints are shuffled once; a piece, of 2^16 elements at most,
+    reads them from a hashed index on: no two numbers of a piece are equal, and two pieces seldom begin alike."""
     pieces, table = -(-number // piece), midpoints(device)
     first = key & 0x7FFFFFFF  # a signed number of 32 bits
     if device.type != "cpu":

@@ -138,8 +138,7 @@ class Packed(Codec):
 
     Unbiased: the mean of decoded over u is the message; |error| < scale. A block of b numbers has s = ceil(b bits / 8)
     bytes; number i stands in byte i mod s, from bit (i div s) bits on. A block with NaN or infinity decodes to NaN or
-    infinity.
-    """
+    infinity."""
 
     complete = False
     bits: ClassVar[int]
