@@ -68,7 +68,7 @@ class OverlapExchange(Exchange["Overlapped"]):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> "Overlapped":
         """Launch a message. Memory until mixed: a copy, the inner exchange's memory, and decoded messages."""
         # A copy is sent: the correction subtracts the sent values, and updates change the parameters meanwhile.
-        sent = self._copy(message, copied)
+        sent = copied.message if copied else self.pool.take(message).copy_(message)
         launched = self._leaving.send(partial(self.inner.launch, sent, step, place, Copied(sent)))
         part = Overlapped(self, sent, launched)
         self._round = [*self._round, part] if place else [part]

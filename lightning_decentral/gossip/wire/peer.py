@@ -213,7 +213,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         at, cuda = self.neighbours(step), self.device.type == "cuda"
         if cuda and copied is None and not self.coder.encodes:
             copied = self.copied(message, step, place).of(message)  # the copy and its header, in one pass
-        sent = self._copy(message, copied)
+        sent = copied.message if copied else self.pool.take(message).copy_(message)
         headers = copied.headers if copied and not self.coder.encodes else None
         packets = self.coder.encode(sent, at.targets, step, place)
         buffers = self.coder.buffers(at.sources, sent, place)
