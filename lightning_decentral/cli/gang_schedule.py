@@ -195,7 +195,6 @@ def spase_run(options: argparse.Namespace, devices: int) -> Planned:
 
 
 def spase_plan(tables: Sequence[allocation.Table], devices: int) -> Planned:
-    """Compare the allocations of tables."""
     found = {"greedy": allocation.GreedySpase().plan(tables, devices)}
     remark = why_not_exact(len(tables) * (devices + len(tables) // 2))
     if not remark:
@@ -260,7 +259,6 @@ def off(simulated: float, real: float) -> float:
 
 
 def verdict(simulated: float, real: float, counted: str) -> str:
-    """Sentence comparing the simulated with the real makespan."""
     held = "within" if abs(off(simulated, real)) <= AIM else "NOT within"
     return (
         f"makespan {simulated:.4g} s simulated, {real:.4g} s for real "

@@ -71,7 +71,6 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 
 def _read(path: Path) -> dict[float, dict[str, float]]:
-    """Read one file: {step: its metrics}."""
     rows: dict[float, dict[str, float]] = defaultdict(dict)
     with path.open(newline="") as file:
         for read in csv.DictReader(file):

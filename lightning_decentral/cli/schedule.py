@@ -149,7 +149,6 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
 
 
 def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], rows: Mapping[str, MemberOutcome]) -> Table:
-    """Table of policies, the shortest makespan first."""
     bound = lower_bound_seconds(jobs, there)
     title = f"{len(jobs)} jobs, {len(there)} device{'s' * (len(there) > 1)}: no makespan is under {bound:.4g} s"
     makespans = {name: row.makespan_seconds for name, row in rows.items()}

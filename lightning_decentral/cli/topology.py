@@ -97,8 +97,7 @@ def curves(topology: Topology, size: int) -> Curves:
 def received(topology: Topology, size: int, step: int) -> str:
     """Graph of a step, as text.
 
-    "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1, "all of 0..3" where four or more do.
-    """
+    "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1, "all of 0..3" where four or more do."""
     rows = enumerate(step_graph(topology, size, step).sources)
     edges = {(source, rank) for rank, sources in rows for source in sources}
     mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})

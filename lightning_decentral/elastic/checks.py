@@ -108,8 +108,7 @@ class JoinCheck:
         donor     sends its settings and model, as text, along with the training state
         newcomer  looks for the first difference; if there is one, its `fit` ends with an error that names it
 
-    Every worker but the first copies a member's state, so all members equal the first.
-    """
+    Every worker but the first copies a member's state, so all members equal the first."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ from lightning_decentral.shared.checkpoint import runs
 class ElasticLauncher(_SubprocessScriptLauncher):
     """Starts this script once for each worker, restarts a lost worker, and exits when all workers have ended.
 
-    Calls other than `fit` run in this process: a `Trainer.test` needs no other workers.
-    """
+    Calls other than `fit` run in this process: a `Trainer.test` needs no other workers."""
 
     def __init__(self, environment: ClusterEnvironment, workers: int, nodes: int, elastic: ElasticSettings) -> None:
         super().__init__(environment, workers, nodes)

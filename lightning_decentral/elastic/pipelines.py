@@ -32,7 +32,6 @@ OWN = ("state_dict", "optimizer_states")
 
 @cache
 def elastic_pipeline(strategy: type) -> type:
-    """Make the elastic subclass of a pipeline's strategy."""
     return type(f"Elastic{strategy.__name__}", (ElasticPipeline, strategy), {})
 
 

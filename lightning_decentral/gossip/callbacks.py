@@ -97,8 +97,7 @@ class CommunicationMonitor(_EveryNSteps):
     gossip/healed              since fit began: times that this worker replaced bad parameters by its neighbours'
     gossip/left_out_of_mean    since fit began: workers that the mean model left out, once for each mean
 
-    Cost: reads counters; no communication.
-    """
+    Cost: reads counters; no communication."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A strategy's counters start anew with every fit.
@@ -143,8 +142,7 @@ class MixingMonitor(_EveryNSteps):
     gossip/consensus_measured   relative distance as last measured over all workers
 
     Elastic runs also log gossip/members, gossip/view, gossip/joins, gossip/losses, gossip/leaves, gossip/participation
-    and gossip/stall_seconds; asynchronous runs gossip/age and gossip/left_out_rounds, too.
-    """
+    and gossip/stall_seconds; asynchronous runs gossip/age and gossip/left_out_rounds, too."""
 
     def measure(self, trainer: Trainer, pl_module: LightningModule, strategy: Monitored, steps: int) -> None:
         metrics = {f"gossip/{name}": value for name, value in strategy.mixing().items()}
@@ -157,8 +155,7 @@ class WorkerLossMonitor(_EveryNSteps):
     """worker/{k}/loss = mean training loss of worker k over its batches since the last row; worker 0 logs all workers'.
 
     Cost: every `every_n_steps` steps each worker writes a few numbers into the run's key-value store, and worker 0
-    reads all. No worker waits: losses of a slower worker, or a GPU, are logged later, at the step of the loss.
-    """
+    reads all. No worker waits: losses of a slower worker, or a GPU, are logged later, at the step of the loss."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -52,8 +52,7 @@ class StartSummary(StartTable):
     """Prints the settings when training begins: workers, topology, steps to consensus, bytes per worker and step.
 
     Loggers get the settings once, as hyperparameters `gossip/...` with numbers or class names. Without this callback
-    the strategy prints one line.
-    """
+    the strategy prints one line."""
 
     def shows(self, strategy: Any) -> bool:
         return isinstance(strategy, Monitored)
@@ -211,8 +210,7 @@ def _known(value: float) -> float | None:
 class Rows(Logger):
     """Keeps worker 0's logged metrics in memory, one row per step.
 
-    Lightning puts checkpoints into the directory if no other logger has a folder.
-    """
+    Lightning puts checkpoints into the directory if no other logger has a folder."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()

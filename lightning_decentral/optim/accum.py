@@ -122,8 +122,7 @@ class AccumAdam(Optimizer):
 class AccumAdamW(AccumAdam):
     """AccumAdam with decoupled weight decay: x <- (1 - lr weight_decay) x before the step.
 
-    Source: Wang et al. 2410.11998; Loshchilov and Hutter 1711.05101. At a window of 1 it is `torch.optim.AdamW`.
-    """
+    Source: Wang et al. 2410.11998; Loshchilov and Hutter 1711.05101. At a window of 1 it is `torch.optim.AdamW`."""
 
     decoupled = True
     usual_decay = 0.01

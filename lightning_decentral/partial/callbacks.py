@@ -101,8 +101,7 @@ class PartialBackpropMonitor(Callback):
 class PartialBackpropTable(PartialBackpropMonitor):
     """Print a line for each depth on worker 0, at the end of training.
 
-    Steps, medians of saved activations, backward seconds and sent bytes, predicted compute over a full step's.
-    """
+    Steps, medians of saved activations, backward seconds and sent bytes, predicted compute over a full step's."""
 
     def __init__(self) -> None:
         super().__init__(every_n_steps=1)

@@ -198,8 +198,7 @@ class FabricPartialBackpropStrategy(FabricWorkers):
 
 def weighted(output: Any) -> Tensor:
     """sum of r * output over all tensors of an output, with random r: any loss has such a gradient by the outputs.
-    ValueError: no output has a gradient.
-    """
+    ValueError: no output has a gradient."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise ValueError("the first forward returned no tensor with a gradient, which verifies cuts: return one")

@@ -149,8 +149,7 @@ def evaluated(pipe: StageRunner, plans: SlicePlanner, step: Callable[[], Any]) -
     """Run the user's validation, test or predict step; the pipeline answers its calls of the model.
 
     Every stage runs the same step with the same answers, so that whatever it logs or gathers is complete. The step may
-    call the model any number of times.
-    """
+    call the model any number of times."""
 
     def answer(call: Call) -> Any:
         length = pipe.model.length(call)

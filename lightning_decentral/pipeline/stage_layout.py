@@ -90,8 +90,7 @@ class StageGroups:
 def connect(edge: Edge, sends: bool, device: torch.device) -> None:
     """Send one number over a new edge, which sets up its connection. Both ends call it, for all edges in one order.
 
-    In NCCL's first message of a pair the hosts wait for each other and allocate memory: not during a step.
-    """
+    In NCCL's first message of a pair the hosts wait for each other and allocate memory: not during a step."""
     messages = [Message(edge.peer, torch.zeros(1, device=device), 0)]
     outgoing, incoming = edge.over.exchange(messages, []) if sends else edge.over.exchange([], messages)
     for pending in (*outgoing, *incoming):

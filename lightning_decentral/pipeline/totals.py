@@ -31,8 +31,7 @@ OWN = (
 
 class StageTotals:
     """Compute gradient norms over all stages until `close`: for clipping, `torch.nn.utils.get_total_norm` and
-    `clip_grad_norm_`, and Lightning's `grad_norm`. Any other read of all parameters raises a warning.
-    """
+    `clip_grad_norm_`, and Lightning's `grad_norm`. Any other read of all parameters raises a warning."""
 
     def __init__(self, pipe: StageRunner, holdings: Ownership, module: nn.Module, precision: Precision) -> None:
         self._pipe, self._holdings = pipe, holdings

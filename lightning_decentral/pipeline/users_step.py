@@ -113,8 +113,7 @@ class TrainingStep:
 
         Returns the batch's loss, a scalar on the device, and what the step returned in addition; None for values that
         this stage doesn't know. ValueError: the stages read different batches, or the step gave the model different
-        inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only.
-        """
+        inputs on two stages. RuntimeError: a parameter of several stages is trained on some of them only."""
         pipe, logs = self._pipe, self._logs
         # checksum, signature (a CRC), number of values, flags of trained parameters
         known = torch.cat([torch.zeros(KNOWN, dtype=torch.float64), holdings.flags()])

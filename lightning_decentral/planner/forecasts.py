@@ -92,7 +92,6 @@ def composed(overrides: str) -> Composed:
 
 
 def strategy_of(overrides: str) -> Strategy:
-    """Strategy that these overrides make."""
     return composed(overrides).strategy
 
 
@@ -196,7 +195,6 @@ def slices_of(slicing: object, slices: int) -> int:
 
 
 def within_of(island: Island) -> Within:
-    """Make the costs inside an island."""
     match island:
         case AllReduce():
             _refuse_unread("strategy.island.codec", island.codec, Plain())

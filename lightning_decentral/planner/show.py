@@ -21,7 +21,6 @@ EXTRAPOLATED, REMARK, TOO_LARGE = "~", "*", "!"
 
 
 def cells(plan: Comparison, row: ComparedMethod) -> tuple[str, ...]:
-    """Table cells of one method, as text."""
     found = row.forecast
     spans = (1e3 * seconds for seconds in (found.seconds, found.p95_seconds, found.exposed_seconds))
     milliseconds = map(digits, spans)

@@ -35,8 +35,7 @@ def renamed(module: str) -> str:
     """Return what a mirrored module imports where the text has `module`.
 
     lightning.pytorch.callbacks -> pytorch_lightning.callbacks
-    lightning_decentral.shared.setup_and_step -> lightning_decentral.pytorch_lightning.shared.setup_and_step
-    """
+    lightning_decentral.shared.setup_and_step -> lightning_decentral.pytorch_lightning.shared.setup_and_step"""
     for theirs, other in PACKAGES.items():
         if f"{module}.".startswith(f"{theirs}."):
             return other + module.removeprefix(theirs)

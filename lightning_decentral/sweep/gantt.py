@@ -29,8 +29,7 @@ def bars_of_sweep(spans: Mapping[str, Span]) -> list[Bar]:
 
 def draw(panels: Mapping[str, Sequence[Bar]], path: str | Path) -> None:
     """Draw one panel for each title, in seconds since its first bar. ValueError: matplotlib is missing or can't write
-    this suffix, or the folder doesn't exist.
-    """
+    this suffix, or the folder doesn't exist."""
     every = [bar for bars in panels.values() for bar in bars]
     jobs, rows = list(dict.fromkeys(bar.job for bar in every)), sorted({bar.span.worker for bar in every}, key=_place)
     figure = new_figure(10, 0.9 + len(panels) * (0.7 + 0.34 * len(rows)) + 0.05 * min(len(jobs), NAMED))

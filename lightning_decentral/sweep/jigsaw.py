@@ -63,8 +63,7 @@ def forecast(config: DictConfig, size: int) -> list[float]:
 
         size share (1 + 2 depth) forwards
 
-    Empty for a configuration without `strategy.depth`.
-    """
+    Empty for a configuration without `strategy.depth`."""
     with suppress(OmegaConfBaseException, HydraException):
         if (node := OmegaConf.select(config, "strategy.depth")) is not None:
             depth = instantiate(node)

@@ -43,8 +43,7 @@ Ended = tuple[Mapping[str, JobReturn], Mapping[str, Span]]
 class Carrier:
     """Carries out the members of one batch on devices; here an arbiter lets them take turns, in the policy's order.
 
-    `hydra.launcher.policy` may name another class than this one, which gets that name in place of a policy.
-    """
+    `hydra.launcher.policy` may name another class than this one, which gets that name in place of a policy."""
 
     planned: Mapping[str, Span] = MappingProxyType({})  # as the spans of `run`, where a plan has them
     shown: Table | None = None  # what was planned beside what happened
@@ -70,8 +69,7 @@ class Carrier:
 
 class Launch:
     """Runs a sweep for Hydra: the sweeper's jobs may come in batches, each when the batch before has ended. The
-    options of `ShardParallelLauncher` make a carrier for each batch.
-    """
+    options of `ShardParallelLauncher` make a carrier for each batch."""
 
     def __init__(self, *, alive_per_device: int, resume: bool, checkpoint: str) -> None:
         self._resume, self._checkpoint = resume, checkpoint

@@ -45,7 +45,6 @@ class SweepMember:
 
     @property
     def overrides(self) -> list[str]:
-        """All its overrides of the task's configuration."""
         return [str(override) for override in self.config.hydra.overrides.task]
 
 
@@ -146,8 +145,7 @@ def plain(value: object) -> bool:
 
 def read_record(member: SweepMember) -> JobReturn | None:
     """Read the member's outcome from its folder; None: it has not ended. ValueError: the folder has a member with other
-    overrides, or the record is malformed.
-    """
+    overrides, or the record is malformed."""
     path = member.folder / RECORD
     if not path.exists():
         return None

@@ -17,8 +17,7 @@ from lightning_decentral.sweep.time_slicing import Gate
 class PieceGate(Gate, Turn):
     """Takes a worker's device before each forward, and returns it after the backward; for an evaluation as a whole.
 
-    ValueError: another strategy than partial backprop, or another number of workers than of devices.
-    """
+    ValueError: another strategy than partial backprop, or another number of workers than of devices."""
 
     _evaluates = False
 

@@ -59,8 +59,7 @@ def spawn(run: Run, member: SweepMember, environment: Mapping[str, str], lifelin
 
 def packed(run: Run, member: SweepMember) -> bytes:
     """Pickle all that a new interpreter needs; functions of a script and local functions by value. ValueError:
-    cloudpickle is missing.
-    """
+    cloudpickle is missing."""
     try:
         import cloudpickle
     except ImportError:
@@ -121,8 +120,7 @@ def _die_with(lifeline: Connection, admission: Admission | None) -> None:
 def attempt(member: SweepMember, run: Run) -> JobReturn:
     """Run a member and return its outcome; an interrupted member has none and stays unfinished.
 
-    A program that ends with a message, sys.exit("error: ..."), has failed with that message.
-    """
+    A program that ends with a message, sys.exit("error: ..."), has failed with that message."""
     try:
         outcome = run(member)
     except SystemExit as ended:

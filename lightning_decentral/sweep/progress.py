@@ -139,8 +139,7 @@ def standings(
 ) -> list[RankedMember]:
     """Rank the members: the best first, those that failed and those without a number last.
 
-    Members with scores rank by their best score, otherwise by the value that they returned, the lowest first.
-    """
+    Members with scores rank by their best score, otherwise by the value that they returned, the lowest first."""
     found = []
     for member in members:
         outcome, value = outcomes[member.name], outcomes[member.name]._return_value
@@ -156,7 +155,6 @@ def standings(
 
 
 def ranking(ranked: Sequence[RankedMember]) -> Table:
-    """Table of all members, best first."""
     first = ranked[0].score if ranked else None
     by = "" if first is None or first.metric == RETURNED else f" by {first.metric}"
     title = f"Ranking{by}, {'highest' if first is not None and first.mode == 'max' else 'lowest'} first"

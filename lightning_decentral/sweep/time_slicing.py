@@ -35,8 +35,7 @@ class Gate(Callback):
     measured by `clock` in seconds.
 
     ValueError: the trainer starts more workers than devices were granted, or the module needs more memory than its
-    device has.
-    """
+    device has."""
 
     def __init__(self, admission: Admission, clock: Callable[[], float] = time.perf_counter) -> None:
         self._admission, self._clock = admission, clock
@@ -227,8 +226,7 @@ class Gate(Callback):
 class Scoring(Callback):
     """Callback that reports validation scores through a gate's seat and ends fits early, on all workers of a member.
 
-    Metric and mode are those of `policy.Watched`. ValueError: in the fit, if the metric isn't logged.
-    """
+    Metric and mode are those of `policy.Watched`. ValueError: in the fit, if the metric isn't logged."""
 
     def __init__(self, gate: Gate, metric: str | None, mode: str | None) -> None:
         self._gate, self._metric, self._mode = gate, metric, mode

@@ -71,8 +71,7 @@ class Trainings:
 
     def queues(self) -> list[Queue]:
         """Return queues for the simulation; step seconds of trainings without a profile are measured, all at once.
-        ValueError: an impossible configuration, or a training that failed.
-        """
+        ValueError: an impossible configuration, or a training that failed."""
         known = {t.name: [t.step_seconds] * t.steps for t in self._trainings if t.step_seconds is not None}
         with self._composing():  # mistakes are found before anything runs
             self._members([training for training in self._trainings if training.name in known], self._folder, [])
@@ -87,8 +86,7 @@ class Trainings:
 
     def rehearse(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
         """Run the schedule and return the spans in which each piece ran. ValueError: a training failed, or made fewer
-        steps than required.
-        """
+        steps than required."""
         arbiter = Scheduled(queues, policy, self._slots())
         self._through(self._trainings, arbiter, self._folder, [])
         return arbiter.ran(devices)

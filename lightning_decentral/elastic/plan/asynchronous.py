@@ -53,8 +53,7 @@ class Asynchronous:
     def row(self, rank: int, round: int, arrivals: Sequence[Arrival]) -> dict[int, float]:
         """Return the mixing weights {j: a_j} of received messages, after this worker's own weight (the rest to 1).
 
-        Messages of several rounds of a changing graph together weigh at most as much as those of one round.
-        """
+        Messages of several rounds of a changing graph together weigh at most as much as those of one round."""
         shares = {a.source: a.at.row[a.source] / (1 + self.damping * max(0, round - a.round)) for a in arrivals}
         most, total = max((1 - a.at.own for a in arrivals), default=0.0), sum(shares.values())
         scale = min(1.0, most / total) if total else 1.0

@@ -82,8 +82,7 @@ def new(views: Mapping[int, View], view: View, firsts: Callable[[int], list[int]
 
     A view that no member has begun makes no difference (a worker that joins and ends at once leaves such views).
     `views` are the remembered views, by number; `firsts` returns a view's first rounds as members remember them;
-    `complete` is True if all members have sent their history.
-    """
+    `complete` is True if all members have sent their history."""
     before = max((number for number in views if number < view.number), default=None)
     if view.number in views or (before is None and views):
         return []

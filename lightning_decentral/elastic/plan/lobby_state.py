@@ -34,8 +34,7 @@ class LobbyState:
     alive        members that live;  `stayed`: those that haven't left, silent ones, too
     ready        guests that live, have the run's parameters and wait to be members
     dismissed    was in a view before the one agreed on, and isn't in that
-    out          is dismissed or behind, or has parameters of another run
-    """
+    out          is dismissed or behind, or has parameters of another run"""
 
     bounds: Bounds
     times: Times
@@ -168,7 +167,6 @@ class LobbyState:
         return tuple(name for name in self.members if not self._left(name))
 
     def alive(self, now: float) -> tuple[str, ...]:
-        """Return the members that live."""
         return tuple(name for name in self.members if self._lives(name, now))
 
     def ready(self, now: float) -> tuple[str, ...]:

@@ -193,8 +193,7 @@ class Participant(Course):
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """Return on all members `made` of the present members' values (one per device), the oldest member's first.
-        Collective. RuntimeError if this worker was away meanwhile, so that the others may have another result.
-        """
+        Collective. RuntimeError if this worker was away meanwhile, so that the others may have another result."""
         rows = [value] if self._over is None else gather_objects(self._over, value)
         return self.of_members(rows, of_each(made))
 

@@ -188,7 +188,6 @@ class GossipForecast(Method):
     # ---- seconds of a round -------------------------------------------------------------------------------------
 
     def _size(self, setting: Setting) -> int:
-        """Number of simulated workers."""
         return setting.cluster.simulated.workers // self.within.devices
 
     def _workers_per_node(self, setting: Setting) -> int:

@@ -145,8 +145,7 @@ def copies_through_card(
 
     A message to a worker of another node counts 1; a ring all-reduce over c workers counts 2 (c - 1) / c for each of
     its links that leaves the node; where owners of parts add up codes, each pair of workers on two nodes counts 2 / c.
-    A node receives as many copies as it sends if in-degrees equal out-degrees.
-    """
+    A node receives as many copies as it sends if in-degrees equal out-degrees."""
     by_node = copies_by_node(topology, weights, size, workers_per_node, cliques)
     return [max(sent.values(), default=0.0) for sent in by_node]
 

@@ -166,8 +166,7 @@ def largest_stable_rate(topology: Topology, size: int, delay: int, weights: Weig
     For one matrix the rate is `stable_rate`, which is exact. For a sequence of matrices it is the rate at which one
     period as a whole stops contracting, or `rate_for_any_order` if the period is too large for that.
 
-    k, messages in flight, is `most_in_flight`: Every(k, topology) with delay k has one. Infinite for one worker.
-    """
+    k, messages in flight, is `most_in_flight`: Every(k, topology) with delay k has one. Infinite for one worker."""
     window, period, talking = max(1, delay), topology.period(size), talking_steps(topology, size)
     flights = most_in_flight(topology, size, delay)
 

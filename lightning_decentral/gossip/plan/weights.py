@@ -162,7 +162,6 @@ class Neighbours:
 
     @property
     def degree(self) -> int:
-        """Number of sources of the worker."""
         return len(self.sources)
 
 
@@ -281,6 +280,5 @@ def spectral_gap(matrix: Matrix) -> float:
     """Spectral gap: 1 - max |lambda| over the eigenvalues `without_mean`.
 
     One step of mixing shrinks the distance to the mean by at least the factor 1 - gap if the matrix is symmetric, else
-    in the long run. With gap 0 this matrix alone never reaches the mean. One worker has gap 1.
-    """
+    in the long run. With gap 0 this matrix alone never reaches the mean. One worker has gap 1."""
     return float(1 - np.abs(without_mean(matrix)).max(initial=0.0))

@@ -74,7 +74,6 @@ class IslandMember(DeviceSteps):
         return of_all(tensors)
 
     def mean_of_buckets(self, tensors: Sequence[Tensor], of_all: Mean) -> list[Tensor]:
-        """Mean over the workers of flat tensors."""
         return of_all(tensors)
 
     def mean_of_sound(self, tensors: Sequence[Tensor], world: Transport) -> tuple[list[Tensor], str]:

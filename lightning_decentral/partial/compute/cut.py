@@ -62,8 +62,7 @@ class Cutter:
     in the order of the forward.
 
     Within `with cutter.at(cut, factors)` everything before boundary `cut` runs without a graph: no saved activations,
-    no backward. Gradients across boundary j are multiplied by factors[j]. Code outside the module isn't changed.
-    """
+    no backward. Gradients across boundary j are multiplied by factors[j]. Code outside the module isn't changed."""
 
     def __init__(self, root: nn.Module, boundaries: Sequence[str]) -> None:
         self.met: list[int] = []  # the boundaries met since `at` began, by index
@@ -86,7 +85,6 @@ class Cutter:
             self._hooks.append(self._network.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -133,8 +131,7 @@ class Bypass:
     compute, but none is made for the parameters themselves, and nothing is saved for it.
 
     It lasts through the backward: activation checkpointing runs the forward again in the backward, in the same
-    state.
-    """
+    state."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []

@@ -30,8 +30,7 @@ class Decay(Absent):
     """Apply weight decay only: x <- (1 - learning rate * weight decay) x; the optimizer's state doesn't change.
 
     So a parameter's decay doesn't depend on how often it is trained. AdamW decays every parameter like this, and SGD
-    without momentum by its L2 term. A step that a loss scaler skips decays, too.
-    """
+    without momentum by its L2 term. A step that a loss scaler skips decays, too."""
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -21,8 +21,7 @@ class CutPlan:
     """Verified boundaries and, for every parameter, its segment, from the bottom.
 
     A tied parameter belongs to the highest segment that uses it, one without a gradient to the highest of all.
-    Without a boundary there is one segment: a model of one layer.
-    """
+    Without a boundary there is one segment: a model of one layer."""
 
     boundaries: tuple[str, ...]
     segment_of: dict[str, int]

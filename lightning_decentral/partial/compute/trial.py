@@ -112,8 +112,7 @@ def trial_copy(module: nn.Module) -> nn.Module:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Undo changes that runs of a copy make in the module itself, as a copy shares its functions (a lambda).
-    ValueError, after the runs: gradients have reached the module's own parameters.
-    """
+    ValueError, after the runs: gradients have reached the module's own parameters."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = {name: _state_of(p.grad) for name, p in module.named_parameters()}
     gradients = [(p, p.grad) for p in module.parameters()]

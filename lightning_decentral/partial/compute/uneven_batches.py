@@ -15,8 +15,7 @@ KEPT = (
 
 def counts(shares: Sequence[float], samples: int) -> list[int]:
     """Whole numbers in proportion to the shares, with sum `samples`: one each, the rest by largest remainders.
-    ValueError: fewer samples than workers.
-    """
+    ValueError: fewer samples than workers."""
     if samples < len(shares):
         raise ValueError(f"{samples} samples can't be shared by {len(shares)} workers: use a larger batch_size")
     spare = samples - len(shares)
@@ -53,8 +52,7 @@ class SharedBatches(Sampler[list[int]]):
 
 def shared(loader: object, shares: Sequence[float]) -> tuple[DataLoader[object], tuple[int, ...]]:
     """Return a loader with unequal batches, and the samples of each worker. ValueError: not a DataLoader with a batch
-    size and a DistributedSampler.
-    """
+    size and a DistributedSampler."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
         raise ValueError(
             f"unequal shares need a DataLoader whose sampler Lightning distributes, got {type(loader).__name__}: "

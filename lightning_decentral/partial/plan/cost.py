@@ -79,8 +79,7 @@ class Parameters(Balance):
 def partition(sizes: Sequence[float], pieces: int) -> list[int]:
     """Starts of the second to last of `pieces` contiguous, non-empty pieces whose largest sum is as small as possible.
 
-    Among equally good cuts, the least sum of squares.
-    """
+    Among equally good cuts, the least sum of squares."""
     # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.
     at = linear_partition(piece_sums(sizes) ** 2, pieces)
     assert at is not None  # callers have as many blocks

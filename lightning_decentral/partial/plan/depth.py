@@ -41,8 +41,7 @@ class DepthAssignment(ABC):
     def timed(self, total_steps: float) -> "DepthAssignment":
         """Convert a fractional warm-up to steps of a run: warm_up <- round(warm_up * total_steps).
 
-        A fraction of a run without a known end (infinite or negative, as Lightning gives it) is 0 steps.
-        """
+        A fraction of a run without a known end (infinite or negative, as Lightning gives it) is 0 steps."""
         if not 0 < self.warm_up < 1:
             return self
         return replace(self, warm_up=round(self.warm_up * total_steps) if ended(total_steps) else 0)
@@ -54,8 +53,7 @@ class DepthAssignment(ABC):
     def trained(self, rank: int, size: int, step: int, segments: int) -> tuple[int, ...]:
         """Segments that this worker trains at this step, from the bottom; the lowest is `segments - depth`.
 
-        The highest segment is trained by all workers or by none.
-        """
+        The highest segment is trained by all workers or by none."""
         return top(self.depth(rank, size, step, segments), segments)
 
     @abstractmethod
@@ -126,8 +124,7 @@ class Order(ABC):
 class Cyclic(Order):
     """Fractions in turn: depth = ceil(f_t segments); with None all depths in turn: segments, ..., 2, 1.
 
-    ValueError: a fraction outside of (0, 1].
-    """
+    ValueError: a fraction outside of (0, 1]."""
 
     fractions: tuple[float, ...] | None = (1.0, 0.5)
 
@@ -179,8 +176,7 @@ class Temporal(DepthAssignment):
 
     All workers save compute and traffic in the same step, so the step gets shorter: (1 + 2 f) / 3 of a full step at
     fraction f of equal blocks. The largest depth sets the peak memory: with a warm-up, or an order with full steps
-    such as the default, as much as `Full` needs. By default the first quarter of the run is at full depth.
-    """
+    such as the default, as much as `Full` needs. By default the first quarter of the run is at full depth."""
 
     warm_up: float = 0.25  # the order with the lowest loss in measurements (benchmarks/partial.py accuracy)
     order: Order = field(default_factory=Cyclic)
@@ -200,8 +196,7 @@ class Staircase(DepthAssignment):
     Mean compute is (2n + 1) / (3n) of full for n equal segments. The deepest worker runs a full step, so a synchronous
     step isn't shorter: the other workers' devices are free for other work meanwhile.
 
-    Source: the spatial variant of structured partial backpropagation, Kumar et al. 2111.10672.
-    """
+    Source: the spatial variant of structured partial backpropagation, Kumar et al. 2111.10672."""
 
     def after(self, rank: int, size: int, step: int, segments: int) -> int:
         # ceil in whole numbers, without a float's rounding
@@ -215,8 +210,7 @@ class Balanced(Staircase):
 
     A worker's step takes n_i (1 + 2 i / n) for equal segments: the same on all. Gradients are weighted by samples, so a
     segment's gradient is the mean over its contributors' samples. The warm-up has the same shares; an incomplete last
-    batch of an epoch is left out.
-    """
+    batch of an epoch is left out."""
 
     def share(self, rank: int, size: int) -> float:
         # Independent of the step: loaders are made once, so the warm-up has these shares, too.
@@ -229,8 +223,7 @@ class Balanced(Staircase):
 class PerWorker(DepthAssignment):
     """Fixed fractions for each worker, for devices of unequal speed: depth = ceil(f_rank segments).
 
-    ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers.
-    """
+    ValueError: a fraction outside of (0, 1]; at set-up, another number of fractions than of workers."""
 
     fractions: tuple[float, ...] = (1.0,)
 

@@ -42,8 +42,7 @@ class PartialForecast(Method):
 
     A warm-up of fraction w of the run counts as w full steps + (1 - w) steady ones; a warm-up in steps only affects
     memory.
-    A segment that only some workers train is assumed to cost as much as if all did.
-    """
+    A segment that only some workers train is assumed to cost as much as if all did."""
 
     equal: ClassVar[bool] = False
 

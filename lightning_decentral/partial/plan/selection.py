@@ -15,8 +15,7 @@ class Selection(DepthAssignment):
     """Assignment that trains chosen segments, the same on every worker; the backward ends at the lowest of them.
 
     Unchosen segments above it pass gradients on but get none. A tied parameter is trained with the highest segment
-    that uses it; the backward then continues to the lowest.
-    """
+    that uses it; the backward then continues to the lowest."""
 
     whole: ClassVar[bool] = True
 

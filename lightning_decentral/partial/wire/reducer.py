@@ -28,8 +28,7 @@ def sent_bytes(piece_bytes: float, contributors: int, size: int) -> float:
 
     The contributors reduce it to one of them (k - 1 messages), which sends it to all (n - 1 messages). With k = n this
     is an all-reduce's 2 (n - 1) / n, without a contributor nothing. Over n equal pieces with 1, 2, ..., n contributors
-    the sum is exactly 3/4 of a full all-reduce.
-    """
+    the sum is exactly 3/4 of a full all-reduce."""
     return (contributors + size - 2) / size * piece_bytes if contributors and size > 1 else 0.0
 
 
@@ -103,8 +102,7 @@ class Reducer(Average):
     """Averages gradients segment by segment, from the top, as soon as the backward has computed them.
 
     A segment with all workers as contributors is all-reduced. With k of n, they reduce it to one contributor, which
-    sends it to all; other workers send nothing. Without contributors nothing is sent and no gradient appears.
-    """
+    sends it to all; other workers send nothing. Without contributors nothing is sent and no gradient appears."""
 
     def __init__(
         self,
@@ -174,8 +172,7 @@ class Reducer(Average):
 
     def finish(self) -> None:
         """Start remaining buckets after the backward, send on, wait, and put the means into `.grad`. RuntimeError:
-        a gradient appeared in a segment to which this worker doesn't contribute.
-        """
+        a gradient appeared in a segment to which this worker doesn't contribute."""
         self._refuse_strays()
         self._launcher.rest()
         buckets, size = self._launcher.buckets, len(self._place.shares)

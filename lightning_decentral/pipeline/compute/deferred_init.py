@@ -227,7 +227,6 @@ def _views(tree: Any) -> Any:
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors among the arguments that the operation writes."""
     arguments = function._schema.arguments
     pairs = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     values = [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]

@@ -30,8 +30,7 @@ Compute = Callable[[Tensor | None], Tensor]
 class _Come(torch.autograd.Function):
     """Hidden state from another stage, whose gradient is put into a list.
 
-    Differentiable and no leaf: a block may write to it, as to an earlier block's result.
-    """
+    Differentiable and no leaf: a block may write to it, as to an earlier block's result."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, found: list[Tensor]) -> Tensor:
@@ -68,8 +67,7 @@ class Keep(Activations):
 class Recompute(Activations):
     """Keep only the input, keys and values; the backward recomputes the rest, with the same random numbers.
 
-    Costs one more forward. It replaces a model's own gradient checkpointing, which drops keys and values.
-    """
+    Costs one more forward. It replaces a model's own gradient checkpointing, which drops keys and values."""
 
     repeats: ClassVar[bool] = True
 
@@ -195,8 +193,7 @@ def deliver(value: Tensor, gradients: Sequence[Tensor | None], parameters: Seque
     """Make a loss with this value, whose backward adds factor * gradients to the parameters' `.grad`.
 
     So whatever scales the loss (division for accumulation, scaling for half precision) scales the gradients, and
-    zeroing, clipping and stepping don't change. The gradients are used up.
-    """
+    zeroing, clipping and stepping don't change. The gradients are used up."""
     anchor = torch.zeros((), device=value.device, requires_grad=True)  # a stage may have no trained parameters
     loss: Tensor = _Deliver.apply(value, list(gradients), anchor, *parameters)  # type: ignore[no-untyped-call]
     return loss

@@ -43,8 +43,7 @@ def cheapest(costs: Costs, bound: float, max_pieces: int) -> Cuts | None:
 
         whole(i, c) = min_j { whole(j, c - 1) + cost(j..i) | cost(j..i) <= bound }
 
-    Source: TeraPipe 2102.07988, equation 5, with a count of pieces.
-    """
+    Source: TeraPipe 2102.07988, equation 5, with a count of pieces."""
     # No cut has more pieces than there are positions to cut at.
     best, before = cheapest_ways(np.where(costs <= bound, costs, np.inf), min(max_pieces, len(costs) - 1))
     pieces = int(best[:, -1].argmin())
@@ -84,7 +83,6 @@ def piece_boundaries(length_tokens: int, granularity: int) -> list[int]:
 
 
 def lengths(boundaries: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the pieces between these boundaries."""
     return tuple(boundaries[b] - boundaries[a] for a, b in pairwise(at))
 
 

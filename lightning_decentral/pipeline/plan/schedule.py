@@ -89,8 +89,7 @@ class Schedule(ABC):
 class TeraPipe(Schedule):
     """All forwards, then all backwards: the activations of all M S chunks are kept at once.
 
-    Source: Li et al. 2102.07988; with one slice it's GPipe, Huang et al. 1811.06965.
-    """
+    Source: Li et al. 2102.07988; with one slice it's GPipe, Huang et al. 1811.06965."""
 
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
         forwards = _forwards(stage, num_microbatches, num_slices)
@@ -104,8 +103,7 @@ class OneForwardOneBackward(Schedule):
 
     Stage r keeps at most min(P - 1 - r + S, M S) chunks. Micro-batches run backward in order, their slices last first.
 
-    Source: Sun et al. 2406.03488 (Seq1F1B); with one slice it's 1F1B, Narayanan et al. 1806.03377.
-    """
+    Source: Sun et al. 2406.03488 (Seq1F1B); with one slice it's 1F1B, Narayanan et al. 1806.03377."""
 
     def of_stage(self, stage: int, num_stages: int, num_microbatches: int, num_slices: int) -> Iterator[Action]:
         forwards = list(_forwards(stage, num_microbatches, num_slices))
@@ -125,8 +123,7 @@ class ZeroBubble(Schedule):
 
     1F1B takes 3 (M S + P - 1). Every stage keeps at most min(P - 1 + S, M S) chunks, like the first stage of 1F1B.
 
-    Source: Qi et al. 2401.10241 (ZB-H1), here over slices.
-    """
+    Source: Qi et al. 2401.10241 (ZB-H1), here over slices."""
 
     splits: ClassVar[bool] = True
 

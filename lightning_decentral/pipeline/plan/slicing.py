@@ -39,8 +39,7 @@ def plan(
     seconds(tokens, context) of one slice on one stage: positive. `granularity`: slices are multiples of it, except the
     last if it doesn't divide the length. ValueError: a number below 1.
 
-    Source: TeraPipe 2102.07988, algorithm 1.
-    """
+    Source: TeraPipe 2102.07988, algorithm 1."""
     boundaries = piece_boundaries(length_tokens, granularity)
     at_least_1(num_stages=num_stages, max_slices=1 if max_slices is None else max_slices)
     costs = table(boundaries, seconds)

@@ -72,8 +72,7 @@ class Bfloat16Activations(Boundary):
 class Int8Activations(Boundary):
     """Hidden states and gradients in 8 bits: round(127 x / max |x|), a byte a number and 4 for each row's scale.
 
-    The error of a number is at most max |x| / 254 of its row (token).
-    """
+    The error of a number is at most max |x| / 254 of its row (token)."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(prod(shape[:-1]), shape[-1] + 4, dtype=torch.int8, device=device)
@@ -94,8 +93,7 @@ class Edge(NamedTuple):
     """Connection that sends in one direction between two neighbouring stages.
 
     Over NCCL each edge has its own transport: a communicator runs its calls strictly in order, so a message would wait
-    behind receives that were posted before. Over gloo, which matches messages by tag, edges may share one.
-    """
+    behind receives that were posted before. Over gloo, which matches messages by tag, edges may share one."""
 
     over: Transport
     peer: int  # The neighbour's rank there.

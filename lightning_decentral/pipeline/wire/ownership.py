@@ -95,8 +95,7 @@ class Ownership:
     def share_buffers(self, device: torch.device) -> None:
         """Copy the last stage's buffers to every stage, except buffers of other stages' blocks. Collective.
 
-        Code of the user's step after its call of the model runs only on the last stage.
-        """
+        Code of the user's step after its call of the model runs only on the last stage."""
         if self._over is not None:
             forms = gather_objects(self._over, self._forms(everywhere=True))
             for name, form in forms[-1].items():
@@ -157,7 +156,6 @@ class Ownership:
 
 
 def _named(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Map each parameter to its first name."""
     # By hand: `named_parameters` counts as a read of all parameters, of which a stage has a part (`totals`).
     named: dict[nn.Parameter, str] = {}
     for path, part in module.named_modules():

@@ -84,8 +84,7 @@ def held_karp(
 
     best[places, last] = min over the one before of join(best[places - last, before], weights[before][last])
 
-    Source: Held and Karp, A dynamic programming approach to sequencing problems, 1962. Memory 2^n n.
-    """
+    Source: Held and Karp, A dynamic programming approach to sequencing problems, 1962. Memory 2^n n."""
     size = len(weights)
     best: dict[tuple[int, int], tuple[float, Order]] = {
         (1 << last, last): (0.0, (last,)) for last in (range(1) if closed else range(size))

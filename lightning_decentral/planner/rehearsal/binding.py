@@ -177,7 +177,6 @@ class Binding(DDPStrategy):
             self._rates = self.rates_now()
 
     def rates_now(self) -> list[float]:
-        """Learning rates of the groups."""
         return [float(group.get("lr", 1.0)) for group in self.optimizers[0].param_groups]
 
     def optimizer_step(

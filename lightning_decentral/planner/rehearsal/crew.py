@@ -99,7 +99,6 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     def members(self) -> list[Member]:
-        """The workers' parts of the strategy."""
         return [worker.binding.member for worker in self.workers]
 
     @property

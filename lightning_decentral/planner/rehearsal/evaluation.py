@@ -57,8 +57,7 @@ class HeldOutEvaluation:
     def _validating(self, worker: LightningModule) -> Iterator[None]:
         """Use the worker's submodules, if its hooks have made some, and its Trainer meanwhile.
 
-        A step may read the epoch from the Trainer, and hooks recognize training batches by the Trainer.
-        """
+        A step may read the epoch from the Trainer, and hooks recognize training batches by the Trainer."""
         if self._module.state_dict().keys() != worker.state_dict().keys():
             self._module = quiet(copy.deepcopy(worker)).eval()
             self._copies = self._copied()

@@ -87,8 +87,7 @@ class Foreknowledge:
     """Measurements on the first gossip method on a number of workers, from which other gossip methods are predicted.
 
     They are the differences between its workers and, for methods with the same rule and updates, the best learning
-    rate.
-    """
+    rate."""
 
     workers: int
     strategy: GossipStrategy
@@ -144,8 +143,7 @@ def timed(ask: Ask, job: RehearsalJob) -> float:
 def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
     """Ratio of a step's median seconds on `threads` threads to those of one worker after the other, without messages.
 
-    None: steps draw random numbers, or fail; training these workers then raises the error.
-    """
+    None: steps draw random numbers, or fail; training these workers then raises the error."""
     given = module, copies_of(data), None, workers, 1
     try:
         with Crew(*given, loop=loop) as one_by_one, Crew(*given, loop=loop, threads=threads) as some:

@@ -50,8 +50,7 @@ class MemberPlace:
 class Member:
     """Base of a worker's side of a strategy, called in the order of Lightning's loop; this base sends nothing.
 
-    Every call except `forward` and `backward` is collective: all workers call it, each in its thread.
-    """
+    Every call except `forward` and `backward` is collective: all workers call it, each in its thread."""
 
     drifts: ClassVar[bool] = True  # whether workers differ after an update
     concurrent: ClassVar[bool] = True  # whether several workers may compute steps at once

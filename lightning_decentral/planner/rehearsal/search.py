@@ -48,7 +48,6 @@ class Found:
 
     @property
     def loss(self) -> float:
-        """Last smoothed validation loss."""
         return self.points[-1][1]
 
 
@@ -64,7 +63,6 @@ class SearchCourse:
 
     @property
     def every(self) -> int:
-        """Steps between marks."""
         return max(1, self.steps // MARKS)
 
 

@@ -99,8 +99,7 @@ class OwnTurn(ThreadTurn):
 class WorkersBarrier(Barrier):
     """Barrier of all workers: the last one to arrive makes the call, then all go on; an error of the call ends all.
 
-    `wait` is for a worker that has already passed its turn on.
-    """
+    `wait` is for a worker that has already passed its turn on."""
 
     def __init__(self, turn: ThreadTurn, workers: int, call: Callable[[], None] | None = None) -> None:
         super().__init__(workers, call)
@@ -153,8 +152,7 @@ class Quota:
 class Way:
     """Computes gradients one worker after the other.
 
-    Workers call from their threads, in the order of Lightning's loop.
-    """
+    Workers call from their threads, in the order of Lightning's loop."""
 
     def shared(self) -> AbstractContextManager[None]:
         """Context around the steps, in the thread that waits for all workers."""

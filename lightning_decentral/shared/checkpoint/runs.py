@@ -55,8 +55,7 @@ def agree(loggers: Sequence[Logger], broadcast: Callable[[Any], Any]) -> None:
     """Give all workers' loggers worker 0's id and group, as each process drew its own: collective, before runs open.
 
     One broadcast whatever a worker logs to, as workers may have different loggers. A logger whose project worker 0
-    doesn't log to keeps its own.
-    """
+    doesn't log to keeps its own."""
     own = [logger for logger in loggers if isinstance(logger, OfWorkers)]
     first = broadcast([(logger.project, logger.id, logger.group) for logger in own])
     for logger in own:
@@ -115,8 +114,7 @@ def finished() -> Iterator[None]:
 def decided() -> bool:
     """Return whether the W&B run is fixed already: by the environment, by an open run, or by a sweep.
 
-    Members of a sweep may all begin with one checkpoint: each has a run of its own.
-    """
+    Members of a sweep may all begin with one checkpoint: each has a run of its own."""
     if os.environ.get("WANDB_RUN_ID") or opened() is not None:
         return True
     hydra = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)

@@ -93,7 +93,6 @@ class Durable:
     kept = 1  # number of saves under one name whose workers' files are kept
 
     def write(self, content: dict[str, Any], path: str, identity: str) -> None:
-        """Write one file."""
         place, name = os.path.split(path)
         make(place)
         partial = os.path.join(place, f".{name}.{identity}.partial")
@@ -132,8 +131,7 @@ class Durable:
 class Entrusted:
     """Store that leaves writing to the user's CheckpointIO plugin: at once or later (asynchronously), here or remotely.
 
-    The workers' files of the previous save are kept: until the new plain file is written, readers use the old one.
-    """
+    The workers' files of the previous save are kept: until the new plain file is written, readers use the old one."""
 
     sealed, kept = False, 2
 

@@ -265,7 +265,6 @@ class FabricWorkers(DDPStrategy):
 
     @property
     def lightning_module(self) -> Any:
-        """All modules of the loop as one module."""
         return nn.ModuleList(self.modules)
 
     def rounds(self) -> list[int]:

@@ -94,8 +94,7 @@ def step_by(blocks: Sequence[BlockCost], travel: Travel, factor: float, bucket_b
 def behind(tasks: Sequence[Task[str]], sent: dict[str, list[list[Task[str]]]], lag: int) -> list[Task[str]]:
     """Insert a bucket's first phase behind the task that completes the bucket, further phases `lag` buckets later.
 
-    Threads begin a phase when its messages have arrived; a fixed order only approximates that.
-    """
+    Threads begin a phase when its messages have arrived; a fixed order only approximates that."""
     buckets, most = list(sent.values()), max(map(len, sent.values()), default=0)
 
     def due(at: int) -> list[Task[str]]:
@@ -143,8 +142,7 @@ class DataParallel(Synchronous):
 class Accumulated(Method):
     """Forecast with gradient accumulation: gradients are averaged, and parameters updated, every few batches.
 
-    seconds of a batch = ((batches - 1) (forward + backward) + seconds of a step) / batches
-    """
+    seconds of a batch = ((batches - 1) (forward + backward) + seconds of a step) / batches"""
 
     method: Method
     batches: int

@@ -204,8 +204,7 @@ def _instance(cls: type, value: Any) -> Any:
 def _parts(part: type) -> dict[str, type]:
     """Return {name: class} of the subclasses of `part`, users' own included; none where it isn't of this package.
 
-    The package's own class has precedence. OnePeerRing is one_peer_ring, TopK top_k, BFloat16 bfloat16, SRTF srtf.
-    """
+    The package's own class has precedence. OnePeerRing is one_peer_ring, TopK top_k, BFloat16 bfloat16, SRTF srtf."""
     if not part.__module__.startswith(f"{PACKAGE}."):
         return {}
     shown = _public()

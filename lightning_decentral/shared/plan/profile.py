@@ -139,7 +139,6 @@ class Model:
 
     @property
     def hidden(self) -> tuple[Sides, ...]:
-        """Sides of the hidden matrices of all blocks."""
         return tuple(sides for block in self.blocks for sides in block.hidden)
 
     def bytes_of_state(self, name: str) -> int:
@@ -210,7 +209,6 @@ class Profile:
 
 
 def write(profile: Profile, path: str | Path) -> None:
-    """Write the profile as JSON."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(profile)}, indent=1)
     Path(path).write_text(text + "\n")
 

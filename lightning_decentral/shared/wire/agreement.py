@@ -77,8 +77,7 @@ class RollCall:
         rounds_k <- min_j wanted_jk     k: optimizers;  j: workers whose epoch goes on
 
     It takes no part in a round that only the fastest waits for: with several optimizers that round might wait for a
-    worker that waits for this one in another optimizer's round. With equal batches it costs one small gather.
-    """
+    worker that waits for this one in another optimizer's round. With equal batches it costs one small gather."""
 
     over: Transport
     store: Any

@@ -103,8 +103,7 @@ class CompressedMean(FlatMean):
     NaN or infinity on one worker (a loss scaler that searches) reaches all. Its residuals are dropped; where such
     updates are skipped, `residuals` restores the previous ones.
 
-    Codes go to the parts' owners over the group `over`, codes of means over `back`; both groups carry nothing else.
-    """
+    Codes go to the parts' owners over the group `over`, codes of means over `back`; both groups carry nothing else."""
 
     def __init__(self, codec: Codec, over: Transport, back: Transport, device: torch.device) -> None:
         self.codec, self.over, self.back = codec, over, back

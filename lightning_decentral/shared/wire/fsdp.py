@@ -45,8 +45,7 @@ class Sharded:
     """Shards a module's parameters, p = [p_0, ..., p_(L-1)] along the first dimension, until `undo`.
 
     Each module in a ModuleList is gathered by itself, everything else together; names, hooks and the module's methods
-    don't change.
-    """
+    don't change."""
 
     module: nn.Module
     over: Transport  # mesh of the devices that hold the shards
@@ -71,7 +70,6 @@ class Sharded:
 
     @property
     def root(self) -> FSDPModule:
-        """The module, as an FSDPModule."""
         assert isinstance(self.module, FSDPModule)
         return self.module
 

@@ -119,7 +119,6 @@ class Average:
         self.layouts.begin()
 
     def leave(self) -> None:
-        """End the average."""
         self.under_way = False
         self.layouts.done()
 

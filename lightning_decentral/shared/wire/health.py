@@ -66,8 +66,7 @@ def ailing(
     Collective: gathers two numbers for each tensor. A tensor that has -inf, but no +inf, on most workers without NaN is
     taken for a mask; a tensor of nothing but +inf for a best score that isn't reached yet. Elements that weren't finite
     from the start count as healthy, each until it is written: a queue fills up. `devices`: number of devices of each
-    worker, in consecutive ranks; their tensors may be shards. `known`: the result of `constants`, equal on all.
-    """
+    worker, in consecutive ranks; their tensors may be shards. `known`: the result of `constants`, equal on all."""
     rows = [extremes(local(t.detach())) for t in tensors if real(t)]  # (lowest, highest) of each
     if known:
         for tensor, row in zip([t for t in tensors if real(t)], rows, strict=True):
@@ -103,8 +102,7 @@ def mean_of_sound(
 ) -> tuple[list[Tensor], str]:
     """Return (the mean of the healthy workers, the reason why this worker was left out or ""). Collective: one mean
     where all are healthy and none has shards. `over`: the group of all devices, `devices` of each worker; with `shards`
-    each sees a part of a mean. FloatingPointError on all workers where no worker is healthy.
-    """
+    each sees a part of a mean. FloatingPointError on all workers where no worker is healthy."""
     means = mean_of(tensors)
     if not means:
         return means, ""

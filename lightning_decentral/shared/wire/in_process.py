@@ -85,7 +85,6 @@ class Mailboxes:
         return lent
 
     def hand(self, addresses: Sequence[Hashable], value: Any) -> None:
-        """Send the value itself to all addresses."""
         with self._lock:
             for address in addresses:
                 if address in self._unwanted:

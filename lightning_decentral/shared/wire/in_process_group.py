@@ -128,7 +128,6 @@ class ThreadsWorld:
             distributed_c10d._world = self._of_process
 
     def join(self, group: InProcessGroup) -> None:
-        """Make the group this thread's default group."""
         self._own.group = group
 
     @property

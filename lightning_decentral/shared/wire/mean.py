@@ -30,8 +30,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
     """sum over workers of share * each tensor, as new tensors; every worker gets the same bits.
 
     Shares sum to one; None is 1/n each. Half precision is summed in float32. What isn't floating point (counters,
-    indices) is this worker's own.
-    """
+    indices) is this worker's own."""
     results = [tensor.detach().clone() for tensor in tensors]
     chunks: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}  # of CHUNK_BYTES and one tensor at most
     for result in results:
@@ -56,8 +55,7 @@ def mean(tensors: Sequence[Tensor], over: Transport, share: float | None = None)
 def mean_of_states(state: Mapping[str, Any], mean_of: MeanOf, carried: Collection[str] = ()) -> dict[str, Any]:
     """Return a `state_dict` with means over the workers, and with `carried` tensors copied from one worker.
 
-    Other entries are this worker's. Tied entries stay tied.
-    """
+    Other entries are this worker's. Tied entries stay tied."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     place = {}  # equal for tied tensors
     for key, tensor in tensors.items():
@@ -182,8 +180,7 @@ class MeanModel:
     ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
         """Context with the mean swapped into these tensors, unless it is already or the workers are equal. Collective.
 
-        Yields a function that marks parameters as written to stay. Buffers that change stay by themselves.
-        """
+        Yields a function that marks parameters as written to stay. Buffers that change stay by themselves."""
         shown = self._swap is not None
         if self.diverged and not shown:
             self.show(tensors, carried)

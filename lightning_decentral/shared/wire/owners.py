@@ -20,8 +20,7 @@ def each_once(change: InPlace, shards: Sequence[Tensor], shapes: Sequence[Shape]
     along the first axis as `torch.chunk` cuts; `shapes`: of the whole tensors, equal on all devices.
 
     Every shard is sent once to its tensor's owner and once back, all for one owner in one message: 2 (L - 1) / L of the
-    bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages.
-    """
+    bytes in all, over L devices. In addition to the shards a device holds the tensors it owns, and all messages."""
     owned_by = owners(shapes, over.size)
     owned = [[k for k, owner in enumerate(owned_by) if owner == device] for device in range(over.size)]
     mine = owned[over.rank]
@@ -40,8 +39,7 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
 
     The work is distributed, and replicas stay equal bit for bit; the codec `Plain()` sends tensors exactly. A worker
     sends its codes to each other worker: (n - 1) / n of the tensors' bytes on average. `turn`, the number of earlier
-    calls, seeds the codec's rounding.
-    """
+    calls, seeds the codec's rounding."""
     owned_by = owners([tuple(tensor.shape) for tensor in tensors], over.size)
     owned = [[t for t, owner in zip(tensors, owned_by, strict=True) if owner == rank] for rank in range(over.size)]
     mine, others = owned[over.rank], [rank for rank in range(over.size) if rank != over.rank]
@@ -69,8 +67,7 @@ def by_owners(change: InPlace, tensors: Sequence[Tensor], codec: Codec, over: Tr
 def owners(shapes: Sequence[Shape], devices: int) -> list[int]:
     """Return the owner of each tensor: the device with the least work so far, the largest tensors first.
 
-    Work is counted as operations of a product with the own transpose: elements x the shorter side.
-    """
+    Work is counted as operations of a product with the own transpose: elements x the shorter side."""
     cost = [torch.Size(s).numel() * min(s[0], torch.Size(s[1:]).numel()) for s in shapes]
     load, owned_by = [0] * devices, [0] * len(shapes)
     for k in sorted(range(len(shapes)), key=lambda k: -cost[k]):

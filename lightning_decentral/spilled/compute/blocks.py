@@ -93,8 +93,7 @@ def find(root: nn.Module, wish: str | Sequence[str], resident: Sequence[str]) ->
 
     "auto" takes the members of chains of layers, see `modules.candidates`: layers before stages, if one stage has most
     of all layers, and before the branches inside of layers. Parameters of a module around blocks, or around resident
-    modules, belong to no block.
-    """
+    modules, belong to no block."""
     modules = {name for name, _ in root.named_modules() if name}
     named = modules | {name for name, _ in root.named_parameters(remove_duplicate=False)}
     if isinstance(wish, str) and wish != AUTO:
@@ -151,8 +150,7 @@ def refuse_written(
 ) -> None:
     """Raise ValueError if an operation wrote to a copy: its version changed, or it differs from the one in `hosts`.
 
-    Writing through `.data` changes no version.
-    """
+    Writing through `.data` changes no version."""
     written = [name for name, version in before.items() if copies[name]._version != version]
     for name, host in hosts.items() if not written else ():
         own, here = copies[name].detach().cpu(), host.detach()

@@ -194,8 +194,7 @@ class Standing:
 
     def look(self) -> None:
         """Freeze or thaw the host's parameters like their stand-ins, which are then freed. ValueError: code wrote to
-        a stand-in.
-        """
+        a stand-in."""
         hosts, standing = self._loader.hosts, {**self._away, **self._stay}
         for name, tensor in self._away.items():
             hosts[name].requires_grad_(tensor.requires_grad)

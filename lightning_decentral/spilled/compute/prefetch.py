@@ -131,8 +131,7 @@ class Loader:
 class Log:
     """Measures a step's visits while every block is loaded alone, and waits for all copies.
 
-    A visit lasts until the next begins. Its `other_bytes` are the device's peak less the parameters loaded for it.
-    """
+    A visit lasts until the next begins. Its `other_bytes` are the device's peak less the parameters loaded for it."""
 
     def __init__(self, device: OffloadDevice, checks: bool) -> None:
         self.checks = checks  # whether blocks are compared with their second run
@@ -146,7 +145,6 @@ class Log:
         device.forget_peak()
 
     def close(self) -> None:
-        """Record that a visit ends."""
         self._closed = self._device.now()
         peak, visit = self._device.peak_bytes(), self._open  # the peak since `open`
         if visit is None:

@@ -67,8 +67,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 class Moment:
     """Random numbers, autocast, default dtype, plain attributes and buffers just before a call of a module.
 
-    Create it before the call, call `seal` after it, and run the second call within `again`.
-    """
+    Create it before the call, call `seal` after it, and run the second call within `again`."""
 
     def __init__(self, module: nn.Module, device: OffloadDevice) -> None:
         self._module, self._device = module, device
@@ -119,7 +118,6 @@ class Taken:
         self._leaves = [(index[id(leaf)], None) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """Rebuild the values with these tensors."""
         leaves = [leaf if index is None else tensors[index] for index, leaf in self._leaves]
         return tree_unflatten(leaves, self._form)
 
@@ -162,8 +160,7 @@ class GivenObjects:
     """Objects among the arguments, (args, kwargs), of a call: the second run finds their attributes as the first run
     did. `inputs`: the tensors among them that get gradients in the backward.
 
-    Create it before the call, call `put_back` after it, and run the second call within `again`.
-    """
+    Create it before the call, call `put_back` after it, and run the second call within `again`."""
 
     def __init__(self, arguments: tuple[Iterable[Any], dict[str, Any]], inputs: Sequence[Tensor]) -> None:
         self._held: list[_Held] = []

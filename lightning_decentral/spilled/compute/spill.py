@@ -52,7 +52,6 @@ class Spilling:
 
 
 def spilled(block: Spilling, loader: Loader) -> Callable[..., Any]:
-    """Return a function that replaces the block's call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = Taken((args, kwargs))
@@ -100,7 +99,6 @@ class Run:
         return answer
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:  # any shapes: the distinct tensors given
-        """Call the block and return its results' tensors."""
         loader, came = self._loader, [tensor._version for tensor in inputs]
         copies = loader.enter(self._block.index)
         place = loader.device.place
@@ -161,7 +159,6 @@ class Run:
         block_places.refuse_written(f"block {self._block.name}", copies, before, hosts)
 
     def prefetch(self) -> None:
-        """Load the inputs to the device."""
         if self._arriving is None and self._kept is not None:
             self._arriving = self._loader.device.fetch(self._kept.land())
 

@@ -112,8 +112,7 @@ class OffloadDevice:
     """Device that computes blocks, with copies to and from it: parameters live on the host.
 
     This class uses the CPU as a stand-in. Its bytes, in `ledger`, are those of the copies, and of operations' results
-    while a `Counting` into it is active.
-    """
+    while a `Counting` into it is active."""
 
     overlaps: ClassVar[bool] = False  # whether the device copies while it computes
 
@@ -125,7 +124,6 @@ class OffloadDevice:
         return tensor
 
     def fetch(self, hosts: Sequence[Tensor]) -> Copies:
-        """Start to copy tensors to the device."""
         copies = [host.detach().clone() for host in hosts]  # real copies: computing with the wrong ones is found
         self.ledger.add(copies, DEVICE)  # as on a real device
         return Copies(copies)
@@ -178,7 +176,6 @@ class OffloadDevice:
         return [torch.get_rng_state()]
 
     def set_random_state(self, state: list[Tensor]) -> None:
-        """Restore the random number generators' states."""
         torch.set_rng_state(state[0])
 
 

@@ -75,8 +75,7 @@ class StreamedUpdate:
     @contextmanager
     def around(self, optimizer: Optimizer, named: Mapping[str, Tensor]) -> Iterator[None]:
         """Context manager in which `optimizer.step` brings the tensors that it updates to the device. ValueError: a
-        parameter whose update exceeds the budget, or an optimizer that updates a parameter by the values of others.
-        """
+        parameter whose update exceeds the budget, or an optimizer that updates a parameter by the values of others."""
         own = vars(optimizer).get("step")  # a scheduler's step, which counts
         plain = optimizer.step
 
@@ -168,8 +167,7 @@ def on_device(
     device: OffloadDevice, optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
 ) -> Iterator[None]:
     """Move one parameter, its gradient and its state to the device in this context, then back into the same tensors.
-    ValueError: tensors within lists, which wouldn't move.
-    """
+    ValueError: tensors within lists, which wouldn't move."""
     assert parameter.grad is not None
     host, gradient = parameter.data, parameter.grad  # of the same shape, on the host
     state: MutableMapping[str, Any] = optimizer.state.get(parameter, {})
@@ -223,7 +221,6 @@ def verify(optimizer: Optimizer, step: Callable[[], Any], parameters: Sequence[T
 
 
 def only(groups: Groups, parameters: Sequence[Tensor]) -> Groups:
-    """Copy parameter groups with only these parameters."""
     chosen = set(map(id, parameters))
     return [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
 

@@ -77,8 +77,7 @@ class Footprint:
 
 def double_buffered(loads_seconds: Sequence[float], computes_seconds: Sequence[float]) -> float:
     """T = load_1 + sum_i max(compute_i, load_{i+1}): the next piece is loaded while this one computes. ValueError: not
-    one load for each piece.
-    """
+    one load for each piece."""
     if len(loads_seconds) != len(computes_seconds):
         raise ValueError(
             f"{len(loads_seconds)} loads for {len(computes_seconds)} computations: give every piece one of each"
@@ -104,7 +103,6 @@ class ShardPlan:
 
     @cached_property
     def route(self) -> list[int]:
-        """List the shard of every visit."""
         return [self.shard_of[visit.block] for visit in self.footprint.visits]
 
     @cached_property
@@ -172,8 +170,7 @@ class ShardPlan:
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:
     """Find the fastest plan that fits; of equally fast plans, the plan with the fewest shards. ValueError: not even
-    single blocks fit (names the block, its bytes, the least budget).
-    """
+    single blocks fit (names the block, its bytes, the least budget)."""
     finest = ShardPlan(footprint, tuple((block,) for block in footprint.order))
     _refuse(finest, budget_bytes)  # shards of one block need the least: a budget too small for them is too small
     sizes = [footprint.blocks[block].parameter_bytes for block in footprint.order]

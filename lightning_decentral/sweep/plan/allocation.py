@@ -40,8 +40,7 @@ class Trials(Alone):
 
         t_1 - t_0 + (1 - p_1) (t_2 - t_1) / (p_2 - p_1)
 
-    The process started at t_0; a share p_1 of all steps was done at t_1, after the first, slower steps, p_2 at t_2.
-    """
+    The process started at t_0; a share p_1 of all steps was done at t_1, after the first, slower steps, p_2 at t_2."""
 
     def __init__(self, widths: Mapping[str, int], devices: Sequence[str], steps: int, limit_seconds: float) -> None:
         super().__init__(devices, quantum_seconds=0.0)
@@ -81,8 +80,7 @@ class Trials(Alone):
 class Allocated(Alone):
     """Arbiter whose members start in the order and on the devices of a plan. At intervals, and when a member ends, the
     plan is made anew for those that haven't started: the others keep their devices for as long as they predict. The new
-    plan counts where it ends sooner.
-    """
+    plan counts where it ends sooner."""
 
     def __init__(
         self,

@@ -82,8 +82,7 @@ Orders = list[tuple[str, Instruction]]
 class Arbiter:
     """Decides which members of a sweep may use which devices; a device has one running member at a time.
 
-    On CUDA devices, and wherever memory is limited, a member stays on the devices where it started.
-    """
+    On CUDA devices, and wherever memory is limited, a member stays on the devices where it started."""
 
     cores: Mapping[str, Sequence[int]] | None = None  # of each device, if a member's workers ask one by one; empty: any
 
@@ -113,8 +112,7 @@ class Arbiter:
 
     def join(self, name: str, width: int = 1) -> MemberAccount:
         """Add a member; members that stay on their devices get those with the fewest members. ValueError: more devices
-        than the sweep has.
-        """
+        than the sweep has."""
         self.refuse_wider(name, width)
         homes = [device for member in self.members.values() for device in member.home]
         home = tuple(sorted(self.devices, key=homes.count)[:width]) if self._pinned else ()

@@ -54,7 +54,6 @@ class Processor:
 
 
 def devices(number: int, memory_bytes: float = inf) -> tuple[Processor, ...]:
-    """Make equal devices."""
     if number < 1:
         raise ValueError(f"devices must be at least 1, got {number}: give 1 or more")
     return tuple(Processor(f"device {i}", memory_bytes) for i in range(number))
@@ -93,8 +92,7 @@ class Dispatch:
 
     A free device takes the policy's choice among the waiting jobs. While a device computes, it also chooses its next
     piece, if that must be loaded: among the waiting jobs and the next piece of the computing job. A loaded piece
-    stays on its device. ValueError: no jobs, two with one name, or one that needs more memory than any device has.
-    """
+    stays on its device. ValueError: no jobs, two with one name, or one that needs more memory than any device has."""
 
     def __init__(self, queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> None:
         if not queues:

@@ -45,8 +45,7 @@ class Crew:
 class GangArbiter(Arbiter):
     """Arbiter that each worker, `member/rank`, asks for the device that it chooses; all `together` begin at once.
 
-    `given` are forecast seconds of a job's pieces, which place it until they are measured, on CUDA devices for good.
-    """
+    `given` are forecast seconds of a job's pieces, which place it until they are measured, on CUDA devices for good."""
 
     def __init__(
         self,

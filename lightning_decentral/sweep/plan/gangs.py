@@ -42,8 +42,7 @@ class Gang:
 
 def of_depths(name: str, forward: float, backward: float, depths: Sequence[float], iterations: int = 1) -> Gang:
     """Make a job with pieces of forward + backward * depth seconds: depth is the trained fraction of the model.
-    ValueError: a depth outside of 0..1.
-    """
+    ValueError: a depth outside of 0..1."""
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong:
         raise ValueError(f"job {name} must have depths from 0 to 1, shares of the model, got {wrong[0]:g}")
@@ -186,8 +185,7 @@ class ExactGangs(Pairing):
 
         sum_d x_jdg = 1,  sum_g x_jdg = 1,  sum_jd t_jd x_jdg <= T,  x_jdg in {0, 1}
 
-    Needs scipy (extra `schedule`). If the time runs out, the better of its result and `GreedyGangs`.
-    """
+    Needs scipy (extra `schedule`). If the time runs out, the better of its result and `GreedyGangs`."""
 
     limit_seconds: float = 10.0
 
@@ -246,8 +244,7 @@ def sentence(turns: Turns) -> str:
 
 def stays(jobs: Sequence[tuple[Gang, float]], pairings: Sequence[Pairing]) -> dict[str, Span]:
     """Return each job's stay, from its arrival (in seconds) to the end of its last iteration; the best of the pairings
-    places all jobs anew whenever one comes or ends.
-    """
+    places all jobs anew whenever one comes or ends."""
     waiting, left, now = sorted(jobs, key=lambda job: job[1]), dict[Gang, int](), 0.0
     found: dict[str, Span] = {}
     while waiting or left:

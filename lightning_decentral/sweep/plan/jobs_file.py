@@ -81,8 +81,7 @@ class Jobs:
 
 def read_jobs(path: str | Path) -> Jobs:
     """Read jobs from a YAML file; profiles are looked for next to the file. ValueError: unreadable, no list of jobs, an
-    unknown key, not a number, two jobs with one name.
-    """
+    unknown key, not a number, two jobs with one name."""
     placed = [(job, Path(path).parent, place) for job, place in _entries(path)]
     queues = tuple(_queue(*entry) for entry in placed if "overrides" not in entry[0])
     return Jobs(queues, tuple(_training(*entry) for entry in placed if "overrides" in entry[0]))
@@ -114,8 +113,7 @@ def are_trainings(path: str | Path) -> bool:
 
 def read_gangs(path: str | Path) -> list[Gang]:
     """Read a jobs file for JigSaw: an iteration has a piece for each device. ValueError: as `read_jobs`, and for a job
-    with neither a list of `seconds` nor depths.
-    """
+    with neither a list of `seconds` nor depths."""
     gangs = []
     for job, place in _entries(path):
         name, iterations = str(job["name"]), _count(job, "iterations", place, 1)
@@ -204,8 +202,7 @@ def _queue(job: Mapping[str, Any], folder: Path, place: str) -> Queue:
 
 def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = float("inf")) -> list[WorkPiece]:
     """List the pieces of a training step: the whole batch in one shard, otherwise forward and backward of each shard.
-    ValueError: more shards than blocks.
-    """
+    ValueError: more shards than blocks."""
     if shards == 1:
         return [WorkPiece(model.seconds, model.parameter_bytes / load_bytes_per_second)]
     groups = split(model.blocks, shards)
@@ -220,8 +217,7 @@ def step_pieces(model: Model, shards: int = 1, load_bytes_per_second: float = fl
 
 def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
     """Split blocks into consecutive groups, none empty: smallest largest bytes, then the least sum of squares.
-    ValueError: more shards than blocks.
-    """
+    ValueError: more shards than blocks."""
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
     # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.

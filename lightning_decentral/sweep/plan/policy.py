@@ -117,8 +117,7 @@ class LRTF(Policy):
 
     Exact on unit pieces: makespan = max(max p, ceil(sum p / m)) for jobs of p pieces on m devices.
 
-    Source: Sharded-LRTF, Nagrecha et al. 2110.08633; McNaughton's bound, which it meets.
-    """
+    Source: Sharded-LRTF, Nagrecha et al. 2110.08633; McNaughton's bound, which it meets."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         return (job.measured, -job.remaining_seconds)  # False is less: unmeasured jobs run first, to be measured
@@ -155,8 +154,7 @@ class Complementary(Policy):
         | (sum of the running pieces + next) / (running + 1) - mean over waiting and running |
 
     Partial-backprop jobs have long pieces at deep steps and short ones at shallow steps; devices then take turns with
-    both kinds instead of waiting together for the long ones.
-    """
+    both kinds instead of waiting together for the long ones."""
 
     def key(self, job: Job, waiting: Sequence[Job], running: Sequence[Job]) -> Key:
         together = [other.next_seconds for other in running]

@@ -69,8 +69,7 @@ class Scheduled(Arbiter):
 
     def ran(self, rows: Sequence[Processor]) -> Spans:
         """Spans of all members on a simulation's devices, in seconds since all members had started. ValueError: a
-        member ended before its last piece.
-        """
+        member ended before its last piece."""
         for name, member in self.ended.items():
             refuse_early(name, member.turn.progress or 0.0)
         row = dict(zip(self.devices, (device.name for device in rows), strict=True))
@@ -86,8 +85,7 @@ class Scheduled(Arbiter):
             seconds of step k = grants until k steps were done - grants until k - 1 were
 
         The `first` steps, slower than others, keep their seconds; the others get their mean. ValueError: fewer steps
-        than required, or several in a batch.
-        """
+        than required, or several in a batch."""
         until, steps = self._until.get(name, {}), len(self._queues[name].pieces)
         refuse_early(name, max(until, default=0) / steps)
         if len(until) <= steps:

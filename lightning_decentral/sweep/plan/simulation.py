@@ -41,8 +41,7 @@ def row(device: Processor, load: bool) -> str:
 def simulate(queues: Sequence[Queue], devices: Sequence[Processor], policy: Policy) -> Spans:
     """Simulate a schedule and return the spans in which each piece is loaded and computed, and where.
 
-    ValueError: no jobs, two of one name, or one that needs more memory than any device has.
-    """
+    ValueError: no jobs, two of one name, or one that needs more memory than any device has."""
     dispatch = Dispatch(queues, devices, policy)
     # (time, device, job, whether a load): the end of a load or of a piece; an arrival has device -1.
     events = [(queue.arrival_seconds, -1, job, False) for job, queue in enumerate(queues)]
@@ -116,8 +115,7 @@ def lower_bound_seconds(queues: Sequence[Queue], devices: Sequence[Processor]) -
 
         max( max_j (arrival_j + T_j), max_r (r + sum of compute of jobs that arrive at r or later / m) ) - first arrival
 
-    T_j is job j alone on one device. On unit pieces without loading it is max(max p, sum p / m).
-    """
+    T_j is job j alone on one device. On unit pieces without loading it is max(max p, sum p / m)."""
     arrivals = [queue.arrival_seconds for queue in queues]
     alone = max(queue.arrival_seconds + pipelined_seconds(queue.pieces) for queue in queues)
     late = [(r, [p for q in queues if q.arrival_seconds >= r for p in q.pieces]) for r in arrivals]

@@ -86,7 +86,6 @@ class SpasePlan:
         return max(job.start + job.seconds for job in self.granted)
 
     def in_order(self) -> list[Granted]:
-        """Return the grants by their start."""
         return sorted(self.granted, key=lambda job: (job.start, job.devices))
 
     def spans(self) -> dict[tuple[str, int], Span]:
@@ -120,13 +119,11 @@ class GreedySpase:
     T. The longest job is placed first, on the devices that are free first. The best T is used, or a number of devices
     that all jobs get, where that is shorter: k, or the next in a job's table.
 
-    Source: the thresholds of Turek, Wolf and Yu 1992.
-    """
+    Source: the thresholds of Turek, Wolf and Yu 1992."""
 
     def plan(self, tables: Sequence[Table], devices: int, free: Sequence[float] = ()) -> SpasePlan:
         """Plan the jobs on equal devices; ValueError for no jobs, two with one name, or one that needs more devices
-        than exist.
-        """
+        than exist."""
         tables = _fitting(tables, devices)
         shortest = max(min(table.seconds.values()) for table in tables)
         thresholds = sorted({s for table in tables for s in table.seconds.values() if s >= shortest})
@@ -144,8 +141,7 @@ class GreedySpase:
 class ExactSpase:
     """Exact scheduler for few jobs by a mixed-integer program; `gap` bounds its distance from the optimum.
 
-    Needs scipy (extra `schedule`). Returns the better of it and `GreedySpase`, with the gap left at the time limit.
-    """
+    Needs scipy (extra `schedule`). Returns the better of it and `GreedySpase`, with the gap left at the time limit."""
 
     limit_seconds: float = 10.0
 
@@ -172,8 +168,7 @@ class ExactSpase:
         sum_k x_jk = 1                     sum_g a_jg = sum_k k x_jk               sum_jk k t_jk x_jk + sum f <= m C
         s_j + d_j <= C                     d_j = sum_k t_jk x_jk                   f_g a_jg <= s_j, f_g <= C
         s_i + d_i <= s_j + M (3 - o_ij - a_ig - a_jg)
-        s_j + d_j <= s_i + M (2 + o_ij - a_ig - a_jg)
-        """
+        s_j + d_j <= s_i + M (2 + o_ij - a_ig - a_jg)"""
         p = MILP()
         # No bounds of `most` on these: with them HiGHS 1.12 cuts off best points that lie on one.
         end = p.variable(cost=1.0)

@@ -69,8 +69,7 @@ def gavel(text: str) -> Iterator[tuple[int, Mapping[str, str]]]:
     """Parse Gavel's columns: type, command, (directory,) option for steps, needs data, steps, scale factor, weight,
     objective, arrival.
 
-    Jobs are named after their line.
-    """
+    Jobs are named after their line."""
     for number, line in enumerate(text.splitlines(), start=1):
         fields = line.split("\t")
         if not line.strip():
@@ -88,8 +87,7 @@ LAYOUTS: Mapping[str, Layout] = {"tiresias": tiresias, "gavel": gavel}
 
 def read_trace(path: str | Path, layout: Layout) -> list[Submitted]:
     """Read the jobs of a trace from a file, in order; ValueError: unreadable, no jobs, or malformed (with the line's
-    number).
-    """
+    number)."""
     text = text_of(path, "give a trace")
     try:
         found = [_submitted(number, fields) for number, fields in layout(text)]
@@ -126,8 +124,7 @@ def profile_of(job: Submitted, profiles: Mapping[str, Profile]) -> Profile:
 
 def gangs(jobs: Sequence[Submitted], profiles: Mapping[str, Profile], size: int) -> list[tuple[Gang, float]]:
     """Return each job as a gang on `size` devices, with its arrival: a staircase's workers, elsewhere pieces of 0 s.
-    ValueError: a job of more workers than devices, or a model without a profile.
-    """
+    ValueError: a job of more workers than devices, or a model without a profile."""
     found = []
     for job in jobs:
         if job.devices > size:

@@ -43,8 +43,7 @@ def standing_still() -> Iterator[None]:
 class _Own:
     """Function of `time`, minus the time that the calling thread has waited.
 
-    Not a Python function: as a class attribute it would become a method, unlike those of `time`.
-    """
+    Not a Python function: as a class attribute it would become a method, unlike those of `time`."""
 
     def __init__(self, true: Callable[[], Any], unit: float) -> None:
         update_wrapper(self, true)  # pickled by the function's name

@@ -112,8 +112,7 @@ class CommittedExchange(PeerExchange):
     """mixed = (1 / |S|) sum of sent_j over j in S, the members that `decide` counts, in order of rank: the same bits on
     all. A message that isn't counted is taken as 0, so that it stays in its sender's parameters.
 
-    Where one member is alone it counts itself: outer steps go on.
-    """
+    Where one member is alone it counts itself: outer steps go on."""
 
     decide: Callable[[int, Collection[int]], Sequence[int]] = field(kw_only=True)  # (round, ranks it has) -> S
     chain: Callable[[], int] = field(kw_only=True)  # checksum of the decisions so far, sent along

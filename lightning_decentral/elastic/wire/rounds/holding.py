@@ -168,8 +168,7 @@ class ShardedHolding(PartHolding):
 class StagesHolding(PartHolding):
     """Keeps a pipeline stage's parameters on each device; one shared by two stages is mixed twice, to the same bits.
 
-    Messages between the stages are host tensors.
-    """
+    Messages between the stages are host tensors."""
 
     def __init__(self, device: torch.device, member: Participant, wire: Wire) -> None:
         over = wire.hosts(None)  # takes tensors on the host

@@ -34,7 +34,6 @@ Rate = float | RateSchedule
 
 
 def at(rate: Rate, turn: Turn) -> float:
-    """Mixing rate of a round."""
     return rate(turn) if isinstance(rate, RateSchedule) else rate  # a number is the same in every round
 
 

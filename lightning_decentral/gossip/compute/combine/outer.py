@@ -139,8 +139,7 @@ class OuterNesterov(Outer):
     Over `Every(H, Complete())` all anchors are equal and this rule is DiLoCo, with Nesterov momentum as in torch's SGD.
     Over `Stream(H, parts, Complete())` the rule is Streaming DiLoCo; with Muon as the workers' optimizer, MuLoCo.
 
-    Source: Douillard et al. 2311.08105, algorithm 1; 2501.18512; Therien et al. 2505.23725.
-    """
+    Source: Douillard et al. 2311.08105, algorithm 1; 2501.18512; Therien et al. 2505.23725."""
 
     momentum: Rate | None = 0.9
 

@@ -96,8 +96,7 @@ class _Spaced(Topology):
 class Every(_Spaced):
     """`inner`'s step t // steps at steps t with (t + 1) % steps == 0, no messages in other steps: local SGD.
 
-    With a delay of `steps` one message is in flight, so that mixing is stable at every rate up to 1.
-    """
+    With a delay of `steps` one message is in flight, so that mixing is stable at every rate up to 1."""
 
     steps: int
     inner: Topology
@@ -191,7 +190,6 @@ class Auto(Topology):
         return self if self.workers_per_node else Auto(workers_per_node)
 
     def pick(self, size: int) -> Topology:
-        """Return the topology for this number of workers."""
         per_node = self.workers_per_node or 1
         # If every worker had a peer on another node, a node's card would send L copies of the parameters.
         if 1 < per_node < size:
@@ -222,8 +220,7 @@ class PeriodicAverage(Topology):
     The average is an all-reduce of 2 (n - 1) / n of the parameters' bytes. At delay 0 and rate 1 it makes all workers
     equal; overlapped, equal except for the update that it overlapped. `PeriodicAverage` works with every rule.
 
-    Source: Gossip-PGA, Chen et al. 2105.09080.
-    """
+    Source: Gossip-PGA, Chen et al. 2105.09080."""
 
     every: int
     inner: Topology

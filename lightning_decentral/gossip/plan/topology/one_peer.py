@@ -18,8 +18,7 @@ from lightning_decentral.shared.plan.arguments import checked
 class OnePeerRing(Topology):
     """A ring where workers exchange with one side, then the other: pairs (i, i + 1) with i - step even, weights 1/2.
 
-    With an odd number of workers one is alone in each step, in turn. Exact consensus for 2 and 4 workers only.
-    """
+    With an odd number of workers one is alone in each step, in turn. Exact consensus for 2 and 4 workers only."""
 
     def period(self, size: int) -> int:
         """Period: 2 for an even number of workers, n for an odd number, 1 for two workers."""
@@ -67,8 +66,7 @@ class Hypercube(Topology):
 class BaseGraph(Topology):
     """Base-(k+1) graph, k = max_degree: exact consensus for every n, at most k peers per step, weights of its own.
 
-    Consensus takes at most 2 log_{k+1} n + 2 steps. Source: Takezawa et al. 2305.11420.
-    """
+    Consensus takes at most 2 log_{k+1} n + 2 steps. Source: Takezawa et al. 2305.11420."""
 
     max_degree: int = 1
 

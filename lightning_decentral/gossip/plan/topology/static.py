@@ -101,8 +101,7 @@ class Ring(Topology):
 class Torus(Topology):
     """A grid of rows x columns, numbered row by row, closed in both directions; each worker has up to four sources.
 
-    By default the grid is as square as possible: 12 workers are 3 x 4; a prime number of workers is a ring.
-    """
+    By default the grid is as square as possible: 12 workers are 3 x 4; a prime number of workers is a ring."""
 
     rows: int | None = None
     columns: int | None = None
@@ -143,8 +142,7 @@ class Star(Topology):
 class Exponential(Topology):
     """Worker i receives from i - 2^k for all 2^k < n, weights 1 / (1 + ceil(log2 n)); directed.
 
-    rho = 1 - 2 / (1 + ceil(log2 n)) for even n. Source: Ying et al. 2110.13363.
-    """
+    rho = 1 - 2 / (1 + ceil(log2 n)) for even n. Source: Ying et al. 2110.13363."""
 
     def sources(self, rank: int, size: int, step: int) -> tuple[int, ...]:
         return others(rank, ((rank - (1 << k)) % size for k in range(ceil_log2(size))))

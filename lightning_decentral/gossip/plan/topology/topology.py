@@ -30,8 +30,7 @@ class Topology(ABC):
         """Mixing weights {j: w_ij} for i = rank, j = i included, which sum to one.
 
         w_ij = 1 / (1 + max(d_i, d_j)) if the step's graph is symmetric (Metropolis-Hastings), 1 / (1 + max_i d_i)
-        if it is directed; i keeps the rest. Columns sum to one if in-degrees equal out-degrees.
-        """
+        if it is directed; i keeps the rest. Columns sum to one if in-degrees equal out-degrees."""
         graph = step_graph(self, size, step)
         return graph.metropolis_hastings(rank) if graph.symmetric else graph.max_degree(rank)
 

@@ -124,8 +124,7 @@ Rule = Callable[[Any, Any, Any, Any], Any]
 def lower_right(options: Mapping[str, Any]) -> CausalBias | None:
     """Return the causal bias equivalent to the mask with these options of `transformers`; None if there is none.
 
-    Only what the host knows is used: a question to the device would make the host wait.
-    """
+    Only what the host knows is used: a question to the device would make the host wait."""
     from transformers.masking_utils import causal_mask_function
 
     queries, keys, before = (options.get(name) for name in ("q_length", "kv_length", "q_offset"))

@@ -124,7 +124,6 @@ def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], ali
 
 
 def _one_line(error: Exception) -> str:
-    """Describe an error in one line."""
     text = " ".join(str(error).split())
     return (
         f"it {text}" if isinstance(error, Unfit) else f"a small copy of it raises {type(error).__name__}: {text[:200]}"

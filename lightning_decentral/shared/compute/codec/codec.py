@@ -39,8 +39,7 @@ class Frame(NamedTuple):
     """Inputs of encoding and decoding in addition to the message.
 
     `key` seeds the sender's random rounding; `estimate` is the message decoded last on this link, for codecs that
-    remember it.
-    """
+    remember it."""
 
     key: int = 0
     estimate: Tensor | None = None
@@ -49,8 +48,7 @@ class Frame(NamedTuple):
 class Codec(ABC):
     """Compresses messages, for `codec=` of gossip and of compressed averages: real floating-point tensors [n].
 
-    A codec is a frozen value, equal on all workers. A subclass must define `parts`, `encode` and `decode`.
-    """
+    A codec is a frozen value, equal on all workers. A subclass must define `parts`, `encode` and `decode`."""
 
     remembers: ClassVar[bool] = False
     """True where both ends of a link keep an estimate of what the receiver knows."""
@@ -147,7 +145,6 @@ class BFloat16(_Cast):
 class Float16(_Cast):
     """decoded = float16(message), |error| <= 2^-12 |message| from 6e-5 up. Bytes: 2 n.
 
-    A number over 65504 becomes infinity: receivers refuse the message, and the sender raises an error.
-    """
+    A number over 65504 becomes infinity: receivers refuse the message, and the sender raises an error."""
 
     narrow = torch.float16

@@ -173,7 +173,6 @@ class Residuals:
         self._unit = scale
 
     def forget(self) -> None:
-        """Drop all residuals."""
         self._at, self._debts = {}, {}
 
     def state_dict(self, untaken: Collection[int] = ()) -> dict[str, Any]:

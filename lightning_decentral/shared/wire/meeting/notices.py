@@ -233,8 +233,7 @@ class Heartbeat:
 def within(seconds: float, call: Callable[[], Any]) -> tuple[bool, Any]:
     """Run a call in a thread; return (True, its result), or (False, None) if it takes longer than `seconds`.
 
-    A request over a connection that was cut waits for as long as the system keeps sending, a quarter of an hour.
-    """
+    A request over a connection that was cut waits for as long as the system keeps sending, a quarter of an hour."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), name="lightning_decentral-asks", daemon=True)
     thread.start()
@@ -251,7 +250,6 @@ def is_loss(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of the error's text."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), type(error).__name__)
 
 

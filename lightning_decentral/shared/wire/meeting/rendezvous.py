@@ -182,8 +182,7 @@ class Meeting:
         """Return the reason why all end, once a worker with another layout has been there for long; "" until then.
 
         Not at once: a stray worker of another job must not end this one, and without a token only the arrival of this
-        job's own workers shows that the other one is a stray.
-        """
+        job's own workers shows that the other one is a stray."""
         if store.check(["differs"]):
             since.append(time.monotonic())
             patience = min(DOUBT_SECONDS, self.timeout.total_seconds() / 2)
@@ -253,7 +252,6 @@ class SlowWait:
         return max(0.0, self._began + self._after - time.monotonic())
 
     def report(self, line: str) -> None:
-        """Print the line, if one is due."""
         if not self.seconds:
             self._after *= 6
             print(f"lightning_decentral: {line}", file=sys.stderr, flush=True)

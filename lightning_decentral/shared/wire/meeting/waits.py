@@ -142,8 +142,7 @@ class Rescue:
 
     def check(self) -> None:
         """Raises:
-        PeerLost: the device was freed, so its results since then are invalid.
-        """
+        PeerLost: the device was freed, so its results since then are invalid."""
         if self._lost is not None:
             raise PeerLost(self._lost)
 
