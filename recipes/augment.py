@@ -16,6 +16,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def chain(transforms: Sequence[Transform], image: Tensor) -> Tensor:
+    """The transforms one after the other."""
     for transform in transforms:
         image = transform(image)
     return image

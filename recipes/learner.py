@@ -73,6 +73,7 @@ class Learner(LightningModule):
         self.evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As validation_step, over the test examples."""
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: Batch, stage: str) -> None:

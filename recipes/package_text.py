@@ -37,6 +37,7 @@ class PackageText(Text):
         self.package = package
 
     def texts(self) -> Sequence[str]:
+        """One for each file, by its path."""
         folder = _folder(self.package)
         files = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
         return [(folder / path).read_text(encoding="utf-8") for path in files if "tests" not in path.parts]

@@ -15,4 +15,5 @@ class Pydoc(Text):
     """From the standard library; options are those of `Text`."""
 
     def texts(self) -> Sequence[str]:
+        """One for each topic."""
         return [topics[name] for name in sorted(topics)]

@@ -32,6 +32,7 @@ class Bytes:
     vocab_size: int = 256
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """One id per byte."""
         return [list(text.encode()) for text in texts]
 
 
