@@ -1,8 +1,7 @@
 """Training without the global all-reduce, as PyTorch Lightning strategies.
 
 Importing this package registers the strategies' names (`Trainer(strategy="gossip")`), with `lightning` and with
-`pytorch_lightning`. What a strategy is made of is read when it is asked for: who gossips doesn't load the pipeline.
-"""
+`pytorch_lightning`. What a strategy is made of is read when it is asked for: who gossips doesn't load the pipeline."""
 
 import functools
 from importlib import import_module

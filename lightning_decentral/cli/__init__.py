@@ -2,5 +2,4 @@
 
 `main` reads the command line. Each other module is one command (`planning` is `plan`), except `gang_schedule`, a
 part of `schedule`, and `network`, which torchrun starts: `torchrun ... -m lightning_decentral.cli.network`. Only the
-commands are public.
-"""
+commands are public."""

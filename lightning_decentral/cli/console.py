@@ -1,8 +1,7 @@
 """Console of the commands: reads options, and prints answers as tables or JSON.
 
 A wrong option is one line; a file that can't be written is refused before measuring. A table is printed if the screen
-is wide enough, otherwise blocks. JSON is the answer's dataclass: its fields in order, nested ones included.
-"""
+is wide enough, otherwise blocks. JSON is the answer's dataclass: its fields in order, nested ones included."""
 
 import argparse
 import dataclasses

@@ -1,8 +1,7 @@
 """Part of `lightning-decentral schedule`: the policies jigsaw and spase, for jobs of several devices at once.
 
 JigSaw pairs the shallow worker of one job with the deep worker of another on a device (gangs). SPASE chooses how many
-devices each job gets, which, and when. Both are compared with a lower bound and, for small sets, an exact program.
-"""
+devices each job gets, which, and when. Both are compared with a lower bound and, for small sets, an exact program."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence

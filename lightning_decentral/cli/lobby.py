@@ -4,8 +4,7 @@
     waiting        waiting at host0:29400 for 2 workers, 1 is here
     a new view     view 3: 4 workers from round 120; joined: host2:711; lost: host1:93 (connection ended)
 
-Short: the server is `elastic/wire/lobby_server.py`. It may be killed and started again while the workers train.
-"""
+Short: the server is `elastic/wire/lobby_server.py`. It may be killed and started again while the workers train."""
 
 import argparse
 

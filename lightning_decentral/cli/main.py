@@ -1,8 +1,7 @@
 """`lightning-decentral`: console commands in addition to training.
 
 Each command is a module of its own: here they are put together, and mistakes become one line. `completion` is here, as
-it is made of the parsers themselves: a new command or option is completed by existing.
-"""
+it is made of the parsers themselves: a new command or option is completed by existing."""
 
 from __future__ import annotations
 

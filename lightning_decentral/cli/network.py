@@ -1,8 +1,7 @@
 """`torchrun ... -m lightning_decentral.cli.network --model profile.json`: what messages cost on this network.
 
 Started on all hosts as a training is, it measures every collective, and exchanges with one and several neighbours.
-Groups lie inside a node and between nodes, with one flow and parallel ones; lines through them go into the profile.
-"""
+Groups lie inside a node and between nodes, with one flow and parallel ones; lines through them go into the profile."""
 
 import argparse
 import dataclasses

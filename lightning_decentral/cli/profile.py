@@ -2,8 +2,7 @@
 of gossip add to it.
 
 variation(step) = seconds of the step / mean seconds of a step: how unequal steps are, which is what makes workers wait
-loop            = mean seconds from batch to batch - seconds of the blocks: Lightning's own work, and the data's
-"""
+loop            = mean seconds from batch to batch - seconds of the blocks: Lightning's own work, and the data's"""
 
 import argparse
 import platform

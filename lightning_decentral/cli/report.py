@@ -1,8 +1,7 @@
 """`lightning-decentral report RUN RUN ...`: losses of several runs over steps, seconds and bytes, side by side.
 
 The command reads the files of a CSVLogger or `Report`. Seconds and bytes are those that `SpeedMonitor` logged, without
-set-up and validation; a window that `SpeedMonitor` leaves out counts as fast as the next one.
-"""
+set-up and validation; a window that `SpeedMonitor` leaves out counts as fast as the next one."""
 
 import argparse
 import csv

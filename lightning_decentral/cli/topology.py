@@ -1,7 +1,6 @@
 """`lightning-decentral topology base_graph --workers 24`: who receives from whom, and how fast all agree.
 
-Its mixing matrices and their consensus curves, step by step.
-"""
+Its mixing matrices and their consensus curves, step by step."""
 
 import argparse
 import sys

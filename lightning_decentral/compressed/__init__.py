@@ -1,8 +1,7 @@
 """Compressed data-parallel training (quantized all-reduce): `ddp`'s algorithm on gradients of a few bits.
 
 `strategy` runs it under Lightning's Trainer, `fabric` under Fabric; `shared.wire.compressed_mean` computes the average,
-also for gossip's islands and pipelines' replicas. Public: all names below.
-"""
+also for gossip's islands and pipelines' replicas. Public: all names below."""
 
 from typing import TYPE_CHECKING
 

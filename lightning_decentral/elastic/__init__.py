@@ -15,8 +15,7 @@ Steps by which a new worker joins; a worker that hangs prints which of these ste
     5 continues at the others' round, trains      dealt_loaders, loops, wire/rounds, wire/collective (means, decisions)
 
 Below: `plan` (the protocol as pure functions of time), `compute` (reductions), `wire` (the protocol on sockets, and in
-`wire/rounds` gossip among the current members). Public: all names below.
-"""
+`wire/rounds` gossip among the current members). Public: all names below."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,6 @@
 """Checks of an elastic run's options: rules without sums over all workers, stateless codecs, topologies for any number.
 
-`JoinCheck` compares the settings and the model that all members of a run must share.
-"""
+`JoinCheck` compares the settings and the model that all members of a run must share."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,7 @@ def elastic_rule(
 
 
 def committed_rule(placed: Combine, topology: Topology, weights: Weights, most: int) -> Combine | None:
-    """Return the form of an outer rule whose rounds are committed (`plan.commit`), if all members always average all;
+    """Return the form of an outer rule with committed rounds (`plan.commit`), if all members always average all.
     None for other rules and topologies, where each member mixes what it has received."""
     try:
         for size in _sizes(most):
@@ -132,6 +131,12 @@ class JoinCheck:
         trained = value["trained"][self._part]
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+
+    def take(self, module: nn.Module, value: Mapping[str, Any]) -> None:
+        """Freeze or unfreeze as the donor. ValueError if this worker can't use its state."""
+        if refused := self.refuses(value):
+            raise ValueError(refused)
+        self.thaw(module, value)
 
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Return why this worker can't use a member's state; empty if it can."""

@@ -1,8 +1,7 @@
 """Checks parameters and buffers registered during training: they must be equal on all members (masks bit for bit).
 
 A mask has no mean. Members with different masks train different models, and the mean model has the oldest's masks.
-The check covers `torch.nn.utils.prune`, parametrizations and hooks that register a buffer alike.
-"""
+The check covers `torch.nn.utils.prune`, parametrizations and hooks that register a buffer alike."""
 
 import time
 from collections.abc import Sequence

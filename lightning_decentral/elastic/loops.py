@@ -2,8 +2,7 @@
 
 Lightning's checkpoints lack some of these states: attributes of callbacks that save, and logged metrics. Without them
 a newcomer would save at other steps than the members, although all must compute the mean at the same step. Hence
-`metrics` and `savers` of `agreed_states`.
-"""
+`metrics` and `savers` of `agreed_states`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

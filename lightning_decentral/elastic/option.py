@@ -1,7 +1,6 @@
 """Option `elastic` of `GossipStrategy` and `GossipReplicas`, and the elastic strategy that it selects.
 
-Short and separate, because it imports neither torch nor Lightning, and serves both of Lightning's packages.
-"""
+Short and separate, because it imports neither torch nor Lightning, and serves both of Lightning's packages."""
 
 from dataclasses import dataclass
 

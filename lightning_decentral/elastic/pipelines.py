@@ -1,7 +1,6 @@
 """Elastic token pipelines, each one member: `TokenPipelineStrategy(replicas=GossipReplicas(elastic=...))`.
 
-An elastic mixin stands in front of the pipeline's strategy among the bases; neither folder imports the other.
-"""
+An elastic mixin stands in front of the pipeline's strategy among the bases; neither folder imports the other."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -6,8 +6,7 @@ The oldest member logs. When it ends, the next oldest continues in the same logg
     others      take over these versions, and open no logger while another worker logs
     the next    opens its loggers when it becomes the oldest, and logs the hyperparameters again
 
-Attributes in which Lightning's loggers keep their version are known; other loggers get a warning.
-"""
+Attributes in which Lightning's loggers keep their version are known; other loggers get a warning."""
 
 import csv
 import os
@@ -128,6 +127,11 @@ class OneProcess(WorkersStrategy):
         of_all.rank = rank_zero_of_fabric.rank = rank  # type: ignore[attr-defined]
 
     # ---- collectives in place of Lightning's ------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._member is not None and self.wire is not None:
+            self._member.leave()  # before this worker's devices find out which one is lost, and why: that takes seconds
+        super().on_exception(exception)
 
     def together(self, value: Any, made: Callable[[Sequence[Any]], Any], of_each: bool = True) -> Any:
         """Return `made` of the values of all members' devices (or first devices only), the oldest member first; outside

@@ -1,8 +1,7 @@
 """Elastic run: workers join and leave; each is one process (or one per device) with its own Trainer; a lobby connects.
 
 Lightning sees one process in each worker; only this strategy knows the other workers. What Lightning computes once for
-all workers is the mean of all of them, and what Lightning does on rank 0 is done by the oldest member.
-"""
+all workers is the mean of all of them, and what Lightning does on rank 0 is done by the oldest member."""
 
 import os
 from abc import abstractmethod
@@ -29,7 +28,7 @@ from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.commits import Commits
-from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
+from lightning_decentral.elastic.wire.rounds.exchanges import Exchanges
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
@@ -50,9 +49,10 @@ class ElasticRun(WatchedProcess):
     """Mixin that makes a strategy elastic; list it before that strategy among the base classes."""
 
     drifts: ClassVar[bool] = True
-    model_layout: ModelLayout  # Layout of this device's part of the model.
-
+    model_layout: ModelLayout  # layout of this device's part of the model
     _joining: Joining
+    batches = 1  # number of batches that the devices of this worker take in a step
+    part = 0  # index of this device's part of the model among the worker's parts
 
     def plan_rounds(
         self,
@@ -76,13 +76,11 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
         self._committed = checks.committed_rule(self.combine, topology, weights, elastic.workers[1])
-        self._exchanges: list[ElasticExchange] = []  # one for each fragment of the model
-        self._commits: Commits | None = None
+        self._exchanges: Exchanges | None = None
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
         self._late: LateTensors | None = None
-        self._described: dict[str, str] = {}
         self._given = checks.JoinCheck({}, {})
 
     def comes(self) -> Participant:
@@ -92,8 +90,6 @@ class ElasticRun(WatchedProcess):
         return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
-
-    batches = 1  # Number of batches that the devices of this worker take in a step.
 
     @abstractmethod
     def holding(self, member: Participant) -> Holding:
@@ -107,8 +103,6 @@ class ElasticRun(WatchedProcess):
     def watched_module(self) -> nn.Module:
         """Module in which all devices of all members register the same new parameters and buffers during training."""
         return self._module
-
-    part = 0  # Index of this device's part of the model among the worker's parts.
 
     def parts(self, own: checks.Part) -> Sequence[checks.Part]:
         """Return the parts of this worker's model: one per pipeline stage, else one. Collective among its devices."""
@@ -148,13 +142,10 @@ class ElasticRun(WatchedProcess):
         own = checks.part_of(self._module, self.optimizers)["present"]
         self._given = checks.JoinCheck(checks.settings_of(self, trainer), self._described, own, self.part)
         self._member, self._early = self._early or self.comes(), None
-        if self._committed and self._member.leads:
-            self._commits = Commits(self._member.worker, self._group.timeout.total_seconds())
-        plan, order = (self.weights, self._member.worker, self.codec), self.elastic.asynchronous
-        self._exchanges = [
-            ElasticExchange(fragment, *plan, order=order, commits=self._commits, part=part)
-            for part, fragment in enumerate(self.topology.placed(1).fragments)
-        ]
+        votes = self._committed and self._member.leads
+        commits = Commits(self._member.worker, self._group.timeout.total_seconds()) if votes else None
+        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
+        self._exchanges = Exchanges(*plan, self.elastic.asynchronous, commits)
         self._held = self.holding(self._member)
         value = self._member.healed()
         self._rank_as(int(value is not None or not self._member.leads))
@@ -163,7 +154,7 @@ class ElasticRun(WatchedProcess):
             self._given.thaw(self._module, value)
         if self._held.mixes:
             self._held.restore(self._mixers, value and value["rule"], self.optimizers)
-            self._go_on_from(value["rule"] if value else {})
+            self._exchanges.continue_from(value["rule"] if value else {})
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         loops.take(trainer, checkpoint)
@@ -171,30 +162,22 @@ class ElasticRun(WatchedProcess):
     def _copy(self) -> dict[str, Any]:
         """Copy the training state between two steps, for a newcomer; empty on devices other than the first."""
         assert self._member is not None
-        if not self._held.mixes:
+        if self._exchanges is None or not self._held.mixes:
             return {}
         own = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         whole, parts = self.whole(own), self.parts(checks.part_of(self._module, self.optimizers))
         if not self._member.leads:
             return {}
-        own = {"trainer": loops.copied(whole), "rule": self._rule()}
+        own = {"trainer": loops.copied(whole), "rule": self._exchanges.rule(self._mixers)}
         return {**own, **self._given.now(parts), "run": self._member.given()}
-
-    def _rule(self) -> dict[str, Any]:
-        """Copy the rule's state: for outer rounds anchors, momenta and the checksum of decisions."""
-        rule = loops.copied(self._mixers.state_dict(lambda each: each.mixer.kept()))
-        return {**rule, "chains": [exchange.chain for exchange in self._exchanges]}
-
-    def _go_on_from(self, rule: dict[str, Any]) -> None:
-        for exchange, chain in zip(self._exchanges, rule.get("chains", ()), strict=False):
-            exchange.chain = chain
 
     def prepare(self, wire: Wire | None) -> None:
         self._mixers = Mixers(self._making)
 
     def _making(self) -> MixerFactory:
         def mixers() -> list[Mixer]:
-            made = [self._held.mixer(self._committed or self.combine, each, self.delay) for each in self._exchanges]
+            rule, exchanges = self._committed or self.combine, self._exchanges.each if self._exchanges else []
+            made = [self._held.mixer(rule, each, self.delay) for each in exchanges]
             for mixer in made:
                 mixer.healing = self._held.healing(self.heals, self._module)
             return made
@@ -219,7 +202,11 @@ class ElasticRun(WatchedProcess):
         left_out = member.begin(self._copy, until)
         if left_out and goes_on:
             loops.leave_out(trainer, goes_on, member.round, left_out)
-        self._enter(member)
+        assert self._exchanges is not None
+        if self._committed and member.entered and member.live:
+            self._mixers.settle()  # a newcomer has no part in the round in flight, and begins with the anchor after it
+            self._held.mixed(self.counted())
+        self._exchanges.enter(member)
         self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
         if self.global_rank == 0 and not self._logs:
             self._logs = True
@@ -228,36 +215,15 @@ class ElasticRun(WatchedProcess):
         state = member.agreed(lambda: self._state(member, calendar, parts))
         if state is not None:
             member.learn(state["run"])
-            self._learn(state)
-
-    def _enter(self, member: Participant) -> None:
-        if self._committed and member.entered and member.live:
-            self._mixers.settle()  # a newcomer has no part in the round in flight, and begins with the anchor after it
-            self._held.mixed(self.counted())
-        for exchange in self._exchanges:
-            member.enter(exchange)
-
-    def _learn(self, state: dict[str, Any]) -> None:
-        """Take what all members share, as another member has it in this worker's first round."""
-        loops.restored(self._module.trainer, state)
-        if "given" in state:  # it may have changed since this worker was healed
-            if refused := self._given.refuses(state):
-                raise ValueError(refused)
-            self._given.thaw(self._module, state)
-        if "anchors" in state:
-            self._begin_at(state["anchors"])
+            loops.restored(trainer, state)
+            if "given" in state:  # it may have changed since this worker was healed
+                self._given.take(self._module, state)
+            if "anchors" in state:
+                self._begin_at(state["anchors"])
 
     def _begin_at(self, rule: dict[str, Any]) -> None:
-        """Begin at the members' anchors, which may have moved since this worker was healed."""
-        if self._held.mixes:
-            for own, given in zip(self._mixers, rule["mixers"], strict=True):
-                own.adopt()
-                for bucket in own.buckets:
-                    bucket.adopt()
-                if self._member is not None and self._member.leads:
-                    own.mixer.begin_at(given["states"])
-                own.store()
-            self._go_on_from(rule)
+        if self._held.mixes and self._exchanges and self._member:
+            self._exchanges.begin_at(rule, self._mixers, self._member.leads)
         self._held.mixed(self.counted())
 
     def _state(
@@ -269,8 +235,10 @@ class ElasticRun(WatchedProcess):
         if member.view is not None and member.view.number == 1:
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # else it would pass on a history with gaps
-        anchors = {"anchors": self._rule()} if self._committed and self._held.mixes else {}
-        return {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given(), **anchors}
+        found = {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
+        if self._committed and self._exchanges and self._held.mixes:
+            found["anchors"] = self._exchanges.rule(self._mixers)
+        return found
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -322,16 +290,11 @@ class ElasticRun(WatchedProcess):
         self._mixers.end()
         self._held.mixed(self.counted())  # needed where each worker keeps its own model in the end
 
-    def on_exception(self, exception: BaseException) -> None:
-        if self._member is not None and self.wire is not None:
-            self._member.leave()  # before this worker's devices find out which one is lost, and why: that takes seconds
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         self._watched.close()
         member, self._member, self._early = self._member or self._early, None, None
-        if self._commits is not None:
-            self._commits.close()
+        if self._exchanges is not None:
+            self._exchanges.close()
         if member is not None:
             member.leave()
         super().teardown()

@@ -7,8 +7,7 @@ graphs, without torch), `compute` (update rules on tensors), `wire` (messages; `
 Codecs are in `shared/compute/codec`. Public: all names below.
 
 Wrong bytes: `plan/planned_traffic` and `summary` plan them, by worker; `wire/peer` and,
-in cliques, `wire/assembly` count what is sent, by device.
-"""
+in cliques, `wire/assembly` count what is sent, by device."""
 
 from typing import TYPE_CHECKING
 

@@ -2,8 +2,7 @@
 
 Under a strategy that does not gossip these callbacks do nothing. Values go to every logger, at the step that Lightning
 logs its own metrics with, and to `trainer.callback_metrics`. The progress bar shows `members` of an elastic run, and
-`waiting`, the share of the batches' time spent waiting for other workers.
-"""
+`waiting`, the share of the batches' time spent waiting for other workers."""
 
 import json
 import time

@@ -1,8 +1,7 @@
 """Islands: a gossiping worker is a single device, or an island of several (all-reduce, FSDP).
 
 Devices island * L ... island * L + L - 1 are one worker; the topology is over islands. A device's place is its number
-within its island, and devices with the same place exchange messages.
-"""
+within its island, and devices with the same place exchange messages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

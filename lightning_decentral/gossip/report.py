@@ -1,7 +1,6 @@
 """Callbacks that print a table of the settings when a run starts, and write a report (CSV, pictures, JSON) at its end.
 
-The report shows the bytes that were sent; `summary` shows the planned bytes.
-"""
+The report shows the bytes that were sent; `summary` shows the planned bytes."""
 
 import csv
 import json

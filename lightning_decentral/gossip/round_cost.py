@@ -5,8 +5,7 @@
 On a CPU the measure is processor time, of all threads and of the system's work on their sockets: workers, each a thread
 of this process, take rounds together as in training, and share the time equally. Other programs don't change processor
 time, and no worker waits. On a GPU the measure is the median over repeats of one stream's time, for a worker that
-receives its own messages; only the part proportional to bytes counts.
-"""
+receives its own messages; only the part proportional to bytes counts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,6 @@
 """Optimizers made for gossip: Muon with AdamW, Adam over windows of steps (`AccumAdam`); warm-up.
 
-These optimizers are ordinary torch optimizers, for any strategy. Public: all names below.
-"""
+These optimizers are ordinary torch optimizers, for any strategy. Public: all names below."""
 
 from typing import TYPE_CHECKING
 

@@ -3,8 +3,7 @@
 Adam divides by the root of the mean squared gradient. Under all-reduce that gradient is the mean of n workers; under
 gossip it is a worker's own, up to sqrt(n) times as noisy, so the same learning rate takes smaller steps. Averaging a
 worker's gradients over a window of s steps before they enter the moments restores the noise level of all-reduce without
-a message: at s = n a window has as many examples as a step of all-reduce. s = 1 is torch's Adam and AdamW.
-"""
+a message: at s = n a window has as many examples as a step of all-reduce. s = 1 is torch's Adam and AdamW."""
 
 import math
 from collections.abc import Callable, Iterable

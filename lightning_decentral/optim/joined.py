@@ -4,8 +4,7 @@
 
 An operation on a few numbers takes as long as its call: joined, AdamW's update of `gpt` takes half the time. In float32
 and float64 a number's position in a tensor doesn't change its result; in bfloat16 it may, by torch's kernels.
-Parameters that are adjacent in memory, as in a bucket of gossip, are x without a copy.
-"""
+Parameters that are adjacent in memory, as in a bucket of gossip, are x without a copy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """Muon: orthogonal steps for hidden matrices, AdamW for embeddings, heads and vectors, in one optimizer.
 
 Muon's step has the same length however noisy a worker's gradient is, as gossip needs; Adam's step gets shorter.
-`muon_groups(module)` sorts parameters into groups.
-"""
+`muon_groups(module)` sorts parameters into groups."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

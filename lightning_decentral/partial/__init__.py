@@ -2,8 +2,7 @@
 
 `strategy` binds it to Lightning and `fabric` to loops with Fabric; `callbacks` are what users watch; `agreed` finds the
 cuts that all workers use, by a dry run, and describes them.
-Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below.
-"""
+Below: `plan` (depths: values without torch), `compute` (cuts), `wire` (gradients). Public: all names below."""
 
 from typing import TYPE_CHECKING
 

@@ -2,8 +2,7 @@
 
 The cuts are worker 0's, or those of the resumed checkpoint. Each binding (Trainer, Fabric) defines when a step begins;
 this module decides what is cut. The dry run is a training step on a copy of the LightningModule: repeatable, and
-without effect on the training itself.
-"""
+without effect on the training itself."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

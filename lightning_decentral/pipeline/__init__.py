@@ -6,8 +6,7 @@
 
 A stage with a wrong gradient: `compute.stage` and `compute.weight_grad`, then `compute.kv_cache` (slices),
 `wire.stage_runner` (tied weights), `wire.executor` (what arrives), `stage_gradients` (which optimizer gets them,
-averages over replicas), `users_step` (the loss).
-"""
+averages over replicas), `users_step` (the loss)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,6 @@
 """Training step of a stage: gradients unscaled, averaged over replicas, summed where tied, passed to Lightning.
 
-In an evaluation every stage gets the model's output; before that, it gets the last stage's buffers.
-"""
+In an evaluation every stage gets the model's output; before that, it gets the last stage's buffers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

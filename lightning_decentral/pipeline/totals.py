@@ -1,7 +1,6 @@
 """Gradient norms over all stages of a pipeline, each parameter once: each stage has only a part of the parameters.
 
-A warning reports code that sums over `parameters()` by hand, which would sum over one stage only.
-"""
+A warning reports code that sums over `parameters()` by hand, which would sum over one stage only."""
 
 import sys
 import warnings

@@ -1,7 +1,6 @@
 """Training step of an unmodified LightningModule through the pipeline: the user's step runs on every stage, up to its
 call of the model, which gives the inputs. On the last one it waits there, goes on with the model's output, and returns
-the loss.
-"""
+the loss."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

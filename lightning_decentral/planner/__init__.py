@@ -2,5 +2,4 @@
 
 `candidates` lists the methods to compare, `compare` compares them, also on other clusters, `show` prints the result;
 `block_profile` and `network` measure a model and a network. Below: `plan`. Public: the commands, and `placement` and
-`host_links` of `plan`.
-"""
+`host_links` of `plan`."""

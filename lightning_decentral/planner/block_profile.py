@@ -2,8 +2,7 @@
 
 seconds(block) = median over passes (`shared.compute.block_cost`) of its forward and of its backward
 update(block)  = seconds of the whole update * (its update alone) / (sum over blocks of their updates alone)
-products_per_second = operations of Newton-Schulz on the hidden matrices / its seconds, median over repeats
-"""
+products_per_second = operations of Newton-Schulz on the hidden matrices / its seconds, median over repeats"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Candidates of a plan: training methods, each as command-line overrides of `recipes/train.py`.
 
 The overrides are the only place where a candidate is written. So the recommended method can be trained as printed, and
-any other overrides can be added to the comparison. `forecasts` makes forecasts of them.
-"""
+any other overrides can be added to the comparison. `forecasts` makes forecasts of them."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Network benchmark: measures the seconds of collectives and of messages between neighbours.
 
-seconds = median over repeats of the slowest worker's seconds
-"""
+seconds = median over repeats of the slowest worker's seconds"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

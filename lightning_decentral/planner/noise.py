@@ -6,8 +6,7 @@
 
 Source: McCandlish et al. 1812.06162, where noise is B_simple in examples, and their equation 2.7 for the steps.
 
-The estimator is a module of its own, as it depends on neither workers nor strategies.
-"""
+The estimator is a module of its own, as it depends on neither workers nor strategies."""
 
 from collections.abc import Sequence
 

@@ -7,8 +7,7 @@ imported from here, with the same options; topologies, rules and codecs don't us
     from lightning_decentral.pytorch_lightning import GossipStrategy
 
 `mirror` makes each module that binds to Lightning from its one text, a second time under this name; so callbacks are in
-`lightning_decentral.pytorch_lightning.gossip`. Public: all strategies.
-"""
+`lightning_decentral.pytorch_lightning.gossip`. Public: all strategies."""
 
 from importlib import import_module
 from typing import Any

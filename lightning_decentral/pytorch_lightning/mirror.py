@@ -6,8 +6,7 @@
 
 Both packages have the same modules, but a Trainer of one takes no strategy of the other. Only names in import
 statements change, so that lines, tracebacks and breakpoints are those of the file. Modules in `plan`, `compute` and
-`wire` don't import Lightning: there is one of each, for both.
-"""
+`wire` don't import Lightning: there is one of each, for both."""
 
 import re
 import sys

@@ -7,8 +7,7 @@ differ), `refusals` (every method), the `refusals` or `checks` of a method. `doc
 Subfolders: `plan` (timeline, forecasts), `compute` (buckets, devices), `wire` (transport, agreement, averages). Public:
 all names below. `lazy_exports` reads from the `if TYPE_CHECKING:` block of an `__init__.py` where each name lives, and
 imports a module when one of its names is first used: `from lightning_decentral.gossip import GossipStrategy` doesn't
-import the report, the simulation and the rules. Type checkers and readers see ordinary imports.
-"""
+import the report, the simulation and the rules. Type checkers and readers see ordinary imports."""
 
 import ast
 import sys

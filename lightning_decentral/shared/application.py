@@ -1,7 +1,6 @@
 """The Hydra application that commands and sweeps train, passed as one value: where its configuration and functions are.
 
-This short module stands alone because sweeps and commands both take the value, and neither may import the recipes.
-"""
+This short module stands alone because sweeps and commands both take the value, and neither may import the recipes."""
 
 from __future__ import annotations
 

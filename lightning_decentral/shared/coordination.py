@@ -2,8 +2,7 @@
 
 Where Lightning's own loops would make the workers wait for each other, or leave one behind, their methods are replaced
 on the instance for the time of one fit (`LoopPatches`). A version of Lightning without such a method gets a warning
-that names what is lost.
-"""
+that names what is lost."""
 
 import signal
 import threading

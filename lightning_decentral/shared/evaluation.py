@@ -5,8 +5,7 @@ worker would choose a mask from its own parameters, and a mean of models with di
 
 The mean is swapped in before any other callback sees that an evaluation begins. Lightning calls a strategy's hooks
 last, so a callback that changes parameters and restores them (merges adapters, swaps averages in) would change a
-worker's own parameters, and restore the mean's.
-"""
+worker's own parameters, and restore the mean's."""
 
 import functools
 from collections.abc import Callable, Sequence

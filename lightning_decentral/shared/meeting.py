@@ -1,8 +1,7 @@
 """Process groups of a fixed number of workers: `WorkerGroup` connects them, sends heartbeats, and disconnects them.
 
 Every strategy with several workers has one `WorkerGroup`, which is alike for all methods. `FitCoordinator` counts a
-fit's collective calls and names those in which a worker waits.
-"""
+fit's collective calls and names those in which a worker waits."""
 
 import os
 import time

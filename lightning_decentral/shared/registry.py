@@ -1,8 +1,7 @@
 """Registers the strategies' names in `lightning` and in `pytorch_lightning`, once the user imports that package.
 
 Neither package is imported for the sake of its registry, nor is jsonargparse, the parser of LightningCLI. jsonargparse
-finds classes by their own names alone: `spell` adds the names of Hydra's files.
-"""
+finds classes by their own names alone: `spell` adds the names of Hydra's files."""
 
 import functools
 import sys

@@ -1,8 +1,7 @@
 """Checks of replicas before validation and saving: the mean leaves out workers with NaN; unequal replicas are an error.
 
 Whether replicas differ or take the same updates, a NaN, infinity or 1e30 that one replica alone holds reaches neither a
-validation nor a checkpoint.
-"""
+validation nor a checkpoint."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

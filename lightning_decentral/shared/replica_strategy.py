@@ -1,8 +1,7 @@
 """Strategies whose workers each have a whole model (gossip, partial backprop): equal at first, evaluated as a mean.
 
 The replicas may differ while training. Everything that Lightning does once for all of them (validation, checkpoints,
-the model returned after `fit`) uses their exact mean, which doesn't change how a worker trains.
-"""
+the model returned after `fit`) uses their exact mean, which doesn't change how a worker trains."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,8 +1,7 @@
 """Settings that all workers must share: collected from strategy, Trainer and callbacks, and compared before training.
 
 Every constructor argument must be equal on all workers, but for those named here. Used by Trainers of a fixed number of
-workers (`SameSettings`), by Fabric, and by elastic workers as they join.
-"""
+workers (`SameSettings`), by Fabric, and by elastic workers as they join."""
 
 from collections import Counter
 from collections.abc import Sequence

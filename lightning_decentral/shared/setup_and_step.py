@@ -1,7 +1,6 @@
 """Base class of all strategies with several workers: order of set-up, optimizer step, evaluation; no DDP wrapper.
 
-Its parts: `WorkerGroup` (process groups), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`.
-"""
+Its parts: `WorkerGroup` (process groups), `SameSettings`, `MeanModel`, `Evaluation`, `ReplicaHealth`, `Checkpoints`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,7 @@ Gradients are checked for NaN and infinity before the update where all workers h
 
 A method's work after an update (a round, say) follows `optimizer_step`. Other changes of parameters are found: an
 optimizer's step at once, by a hook of torch's optimizers; any other change when an epoch ends, or after `LOOK_BATCHES`,
-by a parameter's sum and norm, which have changed while no round was counted.
-"""
+by a parameter's sum and norm, which have changed while no round was counted."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol

@@ -1,8 +1,7 @@
 """CPU offload: models larger than their device, parameters and optimizer loaded block by block (Hydra's spilling).
 
 `strategy` binds it to Lightning. Below: `plan` (which blocks are loaded together), `compute` (how blocks are loaded and
-run). Public: all names below.
-"""
+run). Public: all names below."""
 
 from typing import TYPE_CHECKING
 

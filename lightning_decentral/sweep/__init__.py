@@ -12,8 +12,7 @@ sweep; `trainings` runs the jobs of a schedule. `jigsaw` carries out members of 
 
 "A member starves": `plan/policy` (who is next), `plan/arbiter` (who may run), `server` (its messages), `wire/client`
 (its wait). Below: `plan` (who is next, who ends: values without torch), `wire` (the two ends of the socket). Public:
-all names below.
-"""
+all names below."""
 
 from typing import TYPE_CHECKING
 

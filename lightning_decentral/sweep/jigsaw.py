@@ -1,8 +1,7 @@
 """JigSaw for real (`hydra.launcher.policy=jigsaw`): jobs of several workers share devices, iteration by iteration.
 
 Every member trains by partial backprop with a worker on each device. `plan.gang_arbiter` decides who computes where,
-`pieces` asks it in each worker.
-"""
+`pieces` asks it in each worker."""
 
 import os
 from collections.abc import Sequence

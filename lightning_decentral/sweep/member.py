@@ -5,8 +5,7 @@
 
 Reading these files runs no code from them. A member's result is plain: null, booleans, numbers, strings, lists of them,
 dictionaries with string keys. Of an exception, the type's name, the message and the traceback are kept as text. The
-scores compare members of a resumed sweep.
-"""
+scores compare members of a resumed sweep."""
 
 import json
 import os

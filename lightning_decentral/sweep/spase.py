@@ -1,8 +1,7 @@
 """SPASE carried out (`hydra.launcher.policy=spase`): trials of members on 1, 2, ... devices, then the solver's plan.
 
 A candidate (parallelism) is a list of overrides of the member's configuration. {devices} stands for their number,
-{share} for the member's own value divided by it: so a batch is as large over all devices as it is on one.
-"""
+{share} for the member's own value divided by it: so a batch is as large over all devices as it is on one."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

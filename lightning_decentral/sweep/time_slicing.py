@@ -2,8 +2,7 @@
 
 Lightning adds the callback to every Trainer of a member's process, through its entry points
 (`lightning.pytorch.callbacks_factory`). If a policy compares members, `Scoring` is added, too, and sends each
-validation's score.
-"""
+validation's score."""
 
 import math
 import os

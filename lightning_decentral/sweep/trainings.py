@@ -1,8 +1,7 @@
 """Real trainings of a schedule (`schedule --run`): members of a sweep that take a device for each of their batches.
 
 Only training steps are timed, as in a simulation: evaluation is off, and processes have started before the
-clock starts.
-"""
+clock starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -87,7 +87,7 @@ class Tell(Callback):
             pid=os.getpid(),
             rank=trainer.global_rank,
             loss=float(outputs["loss"]),
-            chain=[exchange.chain for exchange in strategy._exchanges],
+            chain=[exchange.chain for exchange in strategy._exchanges.each],
             digest=digest(states),
         )
         time.sleep(0.01 if self._joined.exists() else 0.15 if trainer.global_step < STEPS // 2 else 0.4)

@@ -1,4 +1,3 @@
 """Reductions over the members, and the check that all members ask for the same reduction.
 
-Public: none.
-"""
+Public: none."""

@@ -11,8 +11,7 @@ x_i + sum_j a_j (received_j - sent_i) is a convex combination of old and new par
 worker keeps a share of its own, ages are bounded and the graph is connected over time, such combinations contract
 geometrically to one value. The mean isn't preserved: a worker from which others receive less counts less.
 
-Source: partially asynchronous agreement, Bertsekas and Tsitsiklis 1989, section 7.3; logical clocks, Lamport 1978.
-"""
+Source: partially asynchronous agreement, Bertsekas and Tsitsiklis 1989, section 7.3; logical clocks, Lamport 1978."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """A member's history of its last rounds (their seconds, the share of workers) and of the run's memberships (views).
 
 The newest views are kept, and of older ones the numbers of members that joined and left. So memory doesn't grow with
-the number of views.
-"""
+the number of views."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

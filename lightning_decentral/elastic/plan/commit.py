@@ -20,8 +20,7 @@ another one than the decision's, or without a message that is counted, must join
 Members that learn of a view late may be in one round with two views. Each is asked in the other's view, too, where it
 has nothing: unless one side is a quorum, both drop the round.
 
-Source: single-decree Paxos, Lamport 1998, a decree for each round.
-"""
+Source: single-decree Paxos, Lamport 1998, a decree for each round."""
 
 import zlib
 from collections import Counter

@@ -16,8 +16,7 @@ examples of the same pass, as a DistributedSampler does. All follows from the vi
 ticks. A member that learns of a view late has dealt some ticks by the previous view, and deals later ones like all.
 
 The state that is kept, and sent to a newcomer, is the `floor` (a pass from which all later passes follow) and the
-views since then: no more in a long run than in a short one.
-"""
+views since then: no more in a long run than in a short one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

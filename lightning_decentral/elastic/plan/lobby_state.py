@@ -3,8 +3,7 @@
     received(beat, now), ticked(now) -> the next state, and a message for each of these workers
 
 The lobby may end at any moment, as its workers' heartbeats contain its whole state. A lobby that is started again waits
-until it has heartbeats of all members of the highest view, or for `dead_after` seconds, and continues from there.
-"""
+until it has heartbeats of all members of the highest view, or for `dead_after` seconds, and continues from there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,7 @@
     worker -> lobby, and member -> member where no lobby answers:    Heartbeat
     lobby  -> worker:                                                LobbyUpdate
 
-They are sent as JSON objects of their fields; anything else is refused.
-"""
+They are sent as JSON objects of their fields; anything else is refused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

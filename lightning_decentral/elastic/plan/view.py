@@ -6,8 +6,7 @@ elastic run, and the settings of one worker.
 
 Only one side of a cut network can have more than half of the members, so both sides can't make a view. The operator's
 minimum `least` may allow a smaller side: then the lobby alone decides which side continues. A worker that doesn't reach
-the lobby continues only while the members that it doesn't reach are too few for a view.
-"""
+the lobby continues only while the members that it doesn't reach are too few for a view."""
 
 import re
 import zlib

@@ -8,5 +8,4 @@
     participant       a strategy's interface to an endpoint: the next round, means over members; extends `course`
     rounds            gossip's messages and mixing among the members of a round
 
-`starter` starts a machine's workers. Public: none; `lightning-decentral lobby` starts the server.
-"""
+`starter` starts a machine's workers. Public: none; `lightning-decentral lobby` starts the server."""

@@ -7,8 +7,7 @@ newcomers of a view (`keep`), and results.
 
 A member that loses the oldest asks the next oldest, which has the result too, or makes one of the values it receives.
 So no member waits for one that has ended, and no new view (membership) is needed. The oldest stores all members'
-values. Members cut off from each other, but not from the lobby, may get different results.
-"""
+values. Members cut off from each other, but not from the lobby, may get different results."""
 
 import socket
 import threading

@@ -1,7 +1,6 @@
 """History of a run as a member knows it: its memberships (views), its calendar of rounds, and the dealing of examples.
 
-The history is the run's, not this worker's: a newcomer copies it from a member of its first view.
-"""
+The history is the run's, not this worker's: a newcomer copies it from a member of its first view."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -2,8 +2,7 @@
 
 The first device passes what it receives from the lobby and other members to the devices of its island: at set-up,
 before a round, and in the members' collectives. So all devices are in the same round and view, and no other device
-waits for another member. If one device ends, all devices end, and the member joins anew as a whole.
-"""
+waits for another member. If one device ends, all devices end, and the member joins anew as a whole."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """Lobby client: a worker's thread that sends heartbeats, takes the lobby's updates, and lets rounds begin.
 
-Heartbeats have their own connection, so that they never wait behind other messages.
-"""
+Heartbeats have their own connection, so that they never wait behind other messages."""
 
 import socket
 import threading

@@ -6,8 +6,7 @@
     no member is left             no worker is started again, and waiting ones are ended
 
 A worker's environment has the lobby's address, the number of its start, its seat among the workers of this machine, and
-the process id of the starter, with which the worker ends.
-"""
+the process id of the starter, with which the worker ends."""
 
 import asyncio
 import os

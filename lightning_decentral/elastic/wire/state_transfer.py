@@ -3,8 +3,7 @@
 donor     its training thread makes a copy between two steps; a server thread sends the copy during the training
 newcomer  receives the state and compares the digest
 
-While it prepares a copy the donor sends signs of life. It keeps one copy at a time, and none when no newcomer asks.
-"""
+While it prepares a copy the donor sends signs of life. It keeps one copy at a time, and none when no newcomer asks."""
 
 import socket
 import threading

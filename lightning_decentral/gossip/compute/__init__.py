@@ -1,4 +1,3 @@
 """The arithmetic of gossip on tensors, without communication: update rules (`combine`), codec state, healing.
 
-Codecs are shared with other methods: `shared/compute/codec`. Public: the names of `combine`.
-"""
+Codecs are shared with other methods: `shared/compute/codec`. Public: the names of `combine`."""

@@ -3,8 +3,7 @@
     x_i <- sum_j w_ij x_j / sum_j w_ij        over the sources j that are sound, where x_i isn't
 
 The other workers refused the sick worker's message; the update rule decides which of its states begin anew. Where no
-sound message arrives the worker stays sick, its messages are refused, and it waits for the next round.
-"""
+sound message arrives the worker stays sick, its messages are refused, and it waits for the next round."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

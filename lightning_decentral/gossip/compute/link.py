@@ -1,7 +1,6 @@
 """Encoding at both ends of a link: the interface of coders, which turn a bucket's message into a payload and back.
 
-`Coder` sends messages unencoded; `error_feedback.Coded` keeps a codec's error-feedback state.
-"""
+`Coder` sends messages unencoded; `error_feedback.Coded` keeps a codec's error-feedback state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

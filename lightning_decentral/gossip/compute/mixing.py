@@ -8,8 +8,7 @@
 
 The last three sum over those j whose message is sound: the weight of the others stays with the receiver. Equal messages
 change no bit, in any type: each difference is exactly zero. Sums of numbers with fewer bits are computed in float32 and
-rounded once.
-"""
+rounded once."""
 
 import warnings
 from collections import deque

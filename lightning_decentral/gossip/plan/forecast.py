@@ -12,8 +12,7 @@
 A round sends one fragment of the model, if it has several, and mixed optimizer states follow the parameters. By this
 max-plus recursion over steps a straggler delays its neighbours `delay` steps later, and their neighbours after that.
 
-Source: Wang et al. 2410.11998 (the recursion takes the place of the barrier).
-"""
+Source: Wang et al. 2410.11998 (the recursion takes the place of the barrier)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

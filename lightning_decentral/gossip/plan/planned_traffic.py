@@ -3,8 +3,7 @@
 `wire.peer`, `wire.coded_clique` and `wire.assembly` count the bytes that are really sent, as `wire.exchange.Traffic`.
 
 In a step whose graph is disjoint cliques of equal weights the workers of a clique all-reduce, if messages aren't
-encoded, or if the rule allows owners of parts to add up codes. In every other step peers send each other messages.
-"""
+encoded, or if the rule allows owners of parts to add up codes. In every other step peers send each other messages."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

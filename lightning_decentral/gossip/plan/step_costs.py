@@ -4,8 +4,7 @@ message(parameters) = bytes of the parameters / fragments of the topology     in
 message(state)      = bytes of the state                                      in every n-th step
 wire                = bytes of the encoded message
 
-An island's devices all-reduce gradients and gather mixed parameters, or gather and scatter shards (`Within`).
-"""
+An island's devices all-reduce gradients and gather mixed parameters, or gather and scatter shards (`Within`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 
 cost = share * cost of an exact step + (1 - share) * cost of the rule's step     (seconds, bytes)
 
-A short module of its own, as it only wraps a `GossipForecast`, which doesn't depend on it.
-"""
+A short module of its own, as it only wraps a `GossipForecast`, which doesn't depend on it."""
 
 from dataclasses import dataclass
 

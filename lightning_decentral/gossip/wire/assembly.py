@@ -1,7 +1,6 @@
 """Makes the exchange of a gossip run from its parts (peers, cliques, overlap, islands), with a drawing of a round.
 
-`CliqueExchange` is the all-reduce for steps whose graph is disjoint cliques of equal weights.
-"""
+`CliqueExchange` is the all-reduce for steps whose graph is disjoint cliques of equal weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,7 @@
     launch      encode each part for its owner      depart    send the codes, and a header to all
     land        wait, decode, add up, encode the own part's mean, send it to all, wait, decode
 
-The arithmetic, and the owner's residual of rounding, are in `shared.compute.codec.coded_parts`.
-"""
+The arithmetic, and the owner's residual of rounding, are in `shared.compute.codec.coded_parts`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

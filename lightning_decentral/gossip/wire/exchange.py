@@ -3,8 +3,7 @@
     launch        ->  MessageInFlight   depart          land, or correct
     copy, encode      .                 send, receive   wait, decode, mix
 
-A message in flight is one object: the caller of `launch` passes it to `depart`, and lands it (mixes it) or saves it.
-"""
+A message in flight is one object: the caller of `launch` passes it to `depart`, and lands it (mixes it) or saves it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """Communication overlap: a round is encoded, sent, received and decoded while training computes.
 
-On the CPU threads do that; a GPU queues a round's work by itself, and encodes and decodes on a second stream.
-"""
+On the CPU threads do that; a GPU queues a round's work by itself, and encodes and decodes on a second stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Peer-to-peer exchange: sends to this worker's targets, receives from its sources: mixed_i = sum_j w_ij sent_j.
 
 Messages may be encoded. An all-reduce in cliques (`assembly`) and `W @ message` (`simulation`) give the same numbers
-up to rounding.
-"""
+up to rounding."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +227,7 @@ class PeerExchange(Arrivals[PeerMessage]):
         """Wait for the messages to this worker, decode and check them, on the current stream. Returns ({source: its
         message}, bool [1 + sources]: whether each is sound, the own message first)."""
         self.waited.during(pending.wait for pending in message.incoming)
-        received = self.coder.decode(message.buffers, message.sent, message.place)
+        received = self._decoded(message)
         if self.coder.encodes:  # decoded by this worker, perhaps from another estimate than the sender's
             for row, tensor in zip(message.headers[1:], received.values(), strict=True):
                 scales_in(row).copy_(scale([tensor]))
@@ -236,3 +235,6 @@ class PeerExchange(Arrivals[PeerMessage]):
         if self.codec.remembers:  # before they are mixed, which is done in place
             self.coder.remember(received, sane[1:], message.place)
         return received, sane
+
+    def _decoded(self, message: PeerMessage) -> Mapping[int, Tensor]:  # elastic rounds leave out lost messages
+        return self.coder.decode(message.buffers, message.sent, message.place)

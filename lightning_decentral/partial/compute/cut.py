@@ -12,8 +12,7 @@ is valid if the gradient across the boundary is exactly what the cut removes, fo
 above   g2 == g,  g0 == g         the cut doesn't change the gradient
 below   g2 == 2 g,  no g0         all of the gradient crosses the boundary
 tied    both parts exist          used on both sides, each part crosses or doesn't
-leak    the equation fails        a path goes around the boundary (a skip connection): no cut here
-"""
+leak    the equation fails        a path goes around the boundary (a skip connection): no cut here"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,8 +1,7 @@
 """Trial copy of a network, whose runs find the cuts; several workers run their copies together.
 
 Each run's changes are undone for the next: the module's buffers and parameters' gradients (`untouched`), and its
-Python state (`own_state`: counters, queues, generators). State that a step keeps outside of its module isn't seen.
-"""
+Python state (`own_state`: counters, queues, generators). State that a step keeps outside of its module isn't seen."""
 
 import copy
 import random

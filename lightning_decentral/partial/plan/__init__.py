@@ -1,4 +1,3 @@
 """Plans of partial backpropagation as plain values, without torch: depths, costs, forecasts.
 
-Public: `depth`, `selection` and `cost`; `forecast` serves the planner.
-"""
+Public: `depth`, `selection` and `cost`; `forecast` serves the planner."""

@@ -1,7 +1,6 @@
 """Step time forecast of partial backprop from a profile: the backward stops at a cut, each block is a segment.
 
-Depth d: forward of all blocks, backward of the top d, all-reduce and update of the trained ones.
-"""
+Depth d: forward of all blocks, backward of the top d, all-reduce and update of the trained ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

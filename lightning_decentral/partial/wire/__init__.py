@@ -1,4 +1,3 @@
 """Gradient averages over those who contributed, block by block, overlapped with the backward; the depth of each step.
 
-Nothing here is public.
-"""
+Nothing here is public."""

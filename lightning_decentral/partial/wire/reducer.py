@@ -4,8 +4,7 @@
 
 Worker i's weight w_i is its share of the global batch. Its `.grad` of segment s is already multiplied by W / W_s (W
 over all workers): gradients across a boundary are scaled there (`depth_controller.factors`). So a parameter used in
-several segments is exact, too: each part of its gradient crossed its own boundaries.
-"""
+several segments is exact, too: each part of its gradient crossed its own boundaries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 Within `Deferred` a new tensor gets no storage. Operations on it are recorded, with the random generator's state where
 they draw. `made` repeats the recorded operations for one tensor, so at most one more tensor than wanted is in
-memory.
-"""
+memory."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set

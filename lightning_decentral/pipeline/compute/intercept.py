@@ -1,8 +1,7 @@
 """Interception of a model's forward while the user's step runs: the call is read, and answered later.
 
 A step that gets an answer waits in its call, in its own thread, and continues there. The step runs once, so whatever it
-draws, counts, reads or writes before and after the call happens once, as in one process.
-"""
+draws, counts, reads or writes before and after the call happens once, as in one process."""
 
 import contextvars
 import threading

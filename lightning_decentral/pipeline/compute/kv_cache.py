@@ -3,8 +3,7 @@
     forward:   rows[start:stop] = new;   returns rows[:stop]
     backward:  total = grad + carried;   returns total[start:stop];   carried = total[:start]
 
-A slice's graph ends at its own keys and values and is freed in its backward; the sum is the uncut model's gradient.
-"""
+A slice's graph ends at its own keys and values and is freed in its backward; the sum is the uncut model's gradient."""
 
 from typing import Any
 

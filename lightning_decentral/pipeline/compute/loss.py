@@ -2,8 +2,7 @@
 
     loss = sum_m (n_m / N) loss_m,   N = sum_m n_m,   n_m: targets of micro-batch m that aren't ignored
 
-The mean of the micro-batches' means would weight a padded micro-batch too much.
-"""
+The mean of the micro-batches' means would weight a padded micro-batch too much."""
 
 import inspect
 from contextlib import ContextDecorator

@@ -4,8 +4,7 @@
 
 Padding masks that hide nothing are found on the host before their batch moves to a device. For such masks
 `transformers` builds no mask and attention keeps its flash kernel. Asking the device would make the host wait, so the
-host remembers what each such mask became on the device: the tensor itself, and its micro-batches.
-"""
+host remembers what each such mask became on the device: the tensor itself, and its micro-batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence

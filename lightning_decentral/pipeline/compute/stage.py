@@ -5,8 +5,7 @@ keys and values of other slices come and go through `KVCache`.
 
 Slices, and recomputed activations, equal the whole model only if a forward changes no buffer (`unchanged`). A fake
 quantization's observer, or a spectral norm, would give the next slice another model, and the same slice a second time
-as well: a silent error.
-"""
+as well: a silent error."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,7 @@
 Both products are those of an undivided backward. Weights of other operations (norms, embeddings, convolutions) get
 their gradients in the first half.
 
-Source: Qi et al. 2401.10241 (zero bubble).
-"""
+Source: Qi et al. 2401.10241 (zero bubble)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -3,8 +3,7 @@
     a chunk      t(i, j) = t(i, 0) + a0 + a1 i + a2 j + a3 i j      (j > 0; i tokens after j tokens of context)
     a message    latency + i / rate                                 between two stages
 
-Source: TeraPipe 2102.07988, section 3.3.
-"""
+Source: TeraPipe 2102.07988, section 3.3."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """TeraPipe's dynamic program: cut a line into pieces of least cost under a bound, exact for any costs.
 
 whole(t) = min { sum of the pieces' costs | every piece costs at most t }
-best     = min over t of  whole(t) + factor * t
-"""
+best     = min over t of  whole(t) + factor * t"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

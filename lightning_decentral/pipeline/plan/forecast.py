@@ -1,8 +1,7 @@
 """Step time forecast of a token pipeline from a measured profile: its schedule, then the mean over equal stages.
 
 Every pipeline of P stages takes the batches of its P devices, so a step uses as many samples as under data
-parallelism.
-"""
+parallelism."""
 
 from collections import Counter
 from collections.abc import Sequence

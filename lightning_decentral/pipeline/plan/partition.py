@@ -2,8 +2,7 @@
 
     min over cuts of  max over stages of (sum of the stage's block seconds + embedding or head of an outer stage)
 
-Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured times and memory).
-"""
+Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured times and memory)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

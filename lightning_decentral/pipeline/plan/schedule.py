@@ -16,8 +16,7 @@ device (freed memory, a kernel's first loading, `torch.cuda.synchronize`) waits 
 sender may need a message of this stage, whose host waits. In step can't: a stage before action X has sent and posted
 only messages of actions before X, so it waits only for stages at earlier actions, and the earliest stage continues.
 
-Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late.
-"""
+Over gloo a host waits for its messages one by one: two ahead is safe, and in step would be late."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect

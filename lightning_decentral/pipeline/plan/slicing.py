@@ -2,8 +2,7 @@
 
     t_i = seconds(l_i, l_1 + .. + l_(i-1));   T = sum t_i + (P - 1) max t_j
 
-A later token attends to more context, so equal lengths are not equal costs: slices get shorter towards the end.
-"""
+A later token attends to more context, so equal lengths are not equal costs: slices get shorter towards the end."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 
 Point-to-point messages send hidden states forward and their gradients backward. A `Boundary` encodes them (activation
 compression). Training with anything but `ExactActivations` isn't exact. Source: 2301.02654 (compression hurts most at
-early boundaries).
-"""
+early boundaries)."""
 
 import time
 from abc import ABC, abstractmethod

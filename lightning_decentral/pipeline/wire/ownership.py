@@ -1,8 +1,7 @@
 """Stage ownership: which stage has which parameter; split model and optimizer state over stages, and join it again.
 
 A stage's parameters keep their names in the whole model, so a checkpoint of the whole is the union of the stages'
-checkpoints.
-"""
+checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

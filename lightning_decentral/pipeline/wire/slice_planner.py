@@ -7,8 +7,7 @@ Stage costs are measured in a few real steps of all stages together, in 1, 2, 4,
 
 So a chunk is measured in real conditions: while other stages compute and share memory (with a single slice: while
 they wait), with the keys and values of the whole sequence, gradients added to those of later slices. On a device p is
-read from the clock.
-"""
+read from the clock."""
 
 import statistics
 import time

@@ -1,7 +1,6 @@
 """Network between hosts: delays and bandwidths as a file, JSON matrices or a CSV list of links.
 
-seconds[source][target] = latency + bytes / bandwidth
-"""
+seconds[source][target] = latency + bytes / bandwidth"""
 
 import csv
 import json

@@ -7,8 +7,7 @@
 
 Muon's elementwise operations are assumed to take as long as Adam's.
 
-Source: `optim.muon`, `optim.newton_schulz`.
-"""
+Source: `optim.muon`, `optim.newton_schulz`."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,7 @@
 cost(order) = (mean over steps of the step's slowest message, mean over steps of the sum of its messages), in seconds
 
 Orders are compared by the first number, as a step ends with its slowest message, and if equal by the second. `order[r]`
-is the host of rank r.
-"""
+is the host of rank r."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -8,8 +8,7 @@ their mean, `answer` multiplies steps by predicted seconds, `rehearse` runs all 
 
 A rehearsal that differs from the real run: look at the rounds (`rehearsed_strategies`, `member`), Lightning's settings
 (`binding`, `loop_settings`), the data's copies (`worker`), the order of sums (`crew`), random numbers (`turns`).
-Public: `rehearse`.
-"""
+Public: `rehearse`."""
 
 from lightning_decentral.planner.rehearsal.answer import Answer, Reached
 from lightning_decentral.planner.rehearsal.rehearse import rehearse

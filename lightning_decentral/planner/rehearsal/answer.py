@@ -1,8 +1,7 @@
 """The result of a rehearsal: steps to the target times the forecast seconds of a step, and the method to train with.
 
 As values, sentences, a table, and a page (HTML): losses over steps, seconds and bytes. The page needs matplotlib (extra
-`plot`).
-"""
+`plot`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

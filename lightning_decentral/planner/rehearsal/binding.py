@@ -1,7 +1,6 @@
 """Lightning strategy of one rehearsed worker, whose collectives run between the threads of this process.
 
-A Trainer's collectives reach the other workers' threads by torch.distributed's own calls (`in_process_group`).
-"""
+A Trainer's collectives reach the other workers' threads by torch.distributed's own calls (`in_process_group`)."""
 
 import os
 import random

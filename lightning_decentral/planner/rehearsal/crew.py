@@ -3,8 +3,7 @@
 Each worker is a Trainer in a thread, one of which runs at a time: a worker that waits for a message, or for further
 steps, lets another run. Gradients are computed one after the other, or some at a time (`turns`). On the CPU every
 worker's parameters are, bit for bit, those of a run on as many processes, with the same batches and the same number of
-torch's threads. Only where more than two workers all-reduce are sums rounded in another order.
-"""
+torch's threads. Only where more than two workers all-reduce are sums rounded in another order."""
 
 import copy
 import logging

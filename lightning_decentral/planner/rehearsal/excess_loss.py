@@ -13,8 +13,7 @@ rule, topology and codec. With one symmetric W of eigenvalues l_1 = 1, l_2 ... l
 
 It is 1/2 tr(H C) for the Hessian H and the workers' covariance C, as long as C has the shape of the updates' own
 covariance: the curvature doesn't pull workers together between two rounds. Differences of losses replace products with
-H, so that any module can be used. Updates grow with the learning rate, and the spread with its square.
-"""
+H, so that any module can be used. Updates grow with the learning rate, and the spread with its square."""
 
 import warnings
 from collections.abc import Sequence

@@ -5,8 +5,7 @@
     torch.distributed                 `shared.wire.in_process`
     an all-reduce of gradients        worker 0 reads all gradients, the others copy its mean
 
-Codes are made and reduced where a result is needed, not while backward runs: their messages take no time.
-"""
+Codes are made and reduced where a result is needed, not while backward runs: their messages take no time."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -1,7 +1,6 @@
 """Default methods of a rehearsal: those that `plan` ranks first by the table of known losses.
 
-Short and separate: the table is read before a rehearsal is imported.
-"""
+Short and separate: the table is read before a rehearsal is imported."""
 
 from math import inf
 from operator import itemgetter

@@ -1,8 +1,7 @@
 """Each strategy's communication between workers, without Lightning's loop: of gradients, or of updated parameters.
 
 They use the strategies' own parts: gossip's rounds and mixers, averages of gradients (`member`), partial backprop's
-cuts, depths and reducer. `ddp` is the exact average.
-"""
+cuts, depths and reducer. `ddp` is the exact average."""
 
 from contextlib import AbstractContextManager
 from copy import copy

@@ -4,8 +4,7 @@ mark     every so many steps: the loss of the mean of the workers' models on hel
 point k  middle and mean of the marks k - 1 and k: halves a mark's noise, without a lag
 rung k   of m: all remaining rates train to step  (k + 1) / (m + 1) steps;  the better half of them goes on
 reached  where the line through the points first reaches the target
-beyond   where loss = a + b log(step), fitted to the last third of the points, does, within 1.5 times the last step
-"""
+beyond   where loss = a + b log(step), fitted to the last third of the points, does, within 1.5 times the last step"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

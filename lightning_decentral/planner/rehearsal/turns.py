@@ -7,8 +7,7 @@ Gradients are computed one worker after the other (`Way`), or several at the sam
 a small model leaves processors idle. A thread has its share of torch's threads, as Lightning gives each process its
 share of a host. Results equal those of one worker with as many threads: MKL's bits may depend on their number. All
 threads share the host's random generator, so steps that draw from it are computed one after the other.
-`jobs.threads_ratio` finds out whether threads are faster.
-"""
+`jobs.threads_ratio` finds out whether threads are faster."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

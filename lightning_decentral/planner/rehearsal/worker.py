@@ -1,6 +1,5 @@
 """One worker of a rehearsal: a module, its own copy of the data, and Lightning's own Trainer, which makes the same
-calls as in a run. Lightning's own samplers distribute the data.
-"""
+calls as in a run. Lightning's own samplers distribute the data."""
 
 import copy
 import random

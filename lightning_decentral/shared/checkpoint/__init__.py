@@ -4,5 +4,4 @@
 and `reading`; `store` names and writes the files. Public: nothing; strategies use these modules.
 
 A wrong mean after a resume: `checkpoints` takes the mean at a save (by `shared.wire.mean`), `reading` decides between
-own states and the mean, `resuming_replicas` restores, `shared.replica_strategy` starts all from the restored states.
-"""
+own states and the mean, `resuming_replicas` restores, `shared.replica_strategy` starts all from the restored states."""

@@ -4,8 +4,7 @@ The mean model is saved to one plain file, which loads without this package, eac
 are written first, and the plain file is renamed last: until then the checkpoint before it is whole, whoever is killed.
 
 Saving is collective (Lightning calls it on every worker) and doesn't change how workers train on. Resuming on the same
-number of workers continues bit for bit on CPU; on another number all start from the mean.
-"""
+number of workers continues bit for bit on CPU; on another number all start from the mean."""
 
 import os
 from abc import ABC, abstractmethod

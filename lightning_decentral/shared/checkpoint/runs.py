@@ -1,8 +1,7 @@
 """W&B runs: a resumed or requeued training continues the W&B run that its checkpoint names.
 
 Lightning opens the loggers before it reads the checkpoint, and a run can't be changed once it is open. So a launcher
-looks the id up in the file, without its tensors, before anything is opened.
-"""
+looks the id up in the file, without its tensors, before anything is opened."""
 
 import json
 import os

@@ -1,8 +1,7 @@
 """Stores for checkpoints' files: on a local file system, whole or not at all, or by the user's CheckpointIO plugin.
 
 A worker's file is `DIR/.workers/NAME/worker-0-of-4.IDENTITY.state`, near `DIR/NAME.ckpt`: the identity is the save's,
-so that the files of two saves under one name stand side by side until the newer save is complete.
-"""
+so that the files of two saves under one name stand side by side until the newer save is complete."""
 
 import errno
 import os

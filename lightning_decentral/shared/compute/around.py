@@ -3,8 +3,7 @@
 Modes of torch belong to a thread (gradients, autocast, function modes, stream): they are read in one thread and entered
 in another. In addition to inputs, parameters and buffers, a call depends on Python's and numpy's generators,
 `torch.Generator`s that the module holds, and its plain attributes: numbers, text, lists, dictionaries, sets, deques.
-Changes to anything else (a file, an iterator, an object) happen twice when the call runs twice.
-"""
+Changes to anything else (a file, an iterator, an object) happen twice when the call runs twice."""
 
 import inspect
 import random

@@ -3,8 +3,7 @@
     seconds(block) = time between its boundaries, in the forward and in the backward pass
 
 A boundary is the input of a module: the forward pass enters the next block there, and when the gradient of that input
-is complete the backward pass leaves it.
-"""
+is complete the backward pass leaves it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -2,8 +2,7 @@
 
 A message of many small tensors costs one latency each; a flat bucket costs one. Other code sees unchanged parameters:
 the same `Parameter` objects with the same shape, stride, dtype, gradient and hooks, whose storage now lies in a bucket.
-Their strides stay, too, so an index in a message or in a rule's state always means the same element.
-"""
+Their strides stay, too, so an index in a message or in a rule's state always means the same element."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

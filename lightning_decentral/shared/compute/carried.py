@@ -2,8 +2,7 @@
 
 A mean over workers makes sense where each worker's buffer is a statistic of its data: BatchNorm's running statistics,
 ranges of fake quantization, averages of weights. It makes none for rows that a worker wrote to an index of its own
-choice, and for the pointer to them: row 7 of one worker's queue has nothing to do with row 7 of another's.
-"""
+choice, and for the pointer to them: row 7 of one worker's queue has nothing to do with row 7 of another's."""
 
 from collections import defaultdict
 from collections.abc import Iterable

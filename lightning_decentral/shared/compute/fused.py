@@ -5,8 +5,7 @@
 They are registered as torch operators: a dispatch mode counts them, a simulated device queues them. The kernels have
 the same names in `triton_kernels`; types and sizes without a kernel, and every other device, use torch's operations.
 
-This short module stands alone so that code which calls an operator doesn't import Triton.
-"""
+This short module stands alone so that code which calls an operator doesn't import Triton."""
 
 import importlib
 import warnings

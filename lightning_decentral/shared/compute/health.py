@@ -2,8 +2,7 @@
 
 Messages, the mean model and gradients are checked by one formula. Replicas that must be equal are compared bit by bit
 and, where bits differ, by numbers that show by how much, and which worker differs. Norms are in float64, whatever the
-type of the tensors.
-"""
+type of the tensors."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

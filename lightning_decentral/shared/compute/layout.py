@@ -2,8 +2,7 @@
 
 A message is flat memory, and strides decide which element lies where. Workers with different strides (one of them in
 channels_last) would average different elements. A parameter's layout in a message and in a rule's state follows from
-its shape, type and strides.
-"""
+its shape, type and strides."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,8 +2,7 @@
 """Triton kernels of the operators of `fused`, by the same names: each reads and writes its tensors once.
 
 They compute in float32, every product and every sum rounded as torch's are (`enable_fp_fusion` is off), so that they
-give the bits of torch's operations. Each function returns whether a kernel served its arguments.
-"""
+give the bits of torch's operations. Each function returns whether a kernel served its arguments."""
 
 from collections.abc import Sequence
 from typing import TypeVar

@@ -6,8 +6,7 @@ in flight. The metadata under `KEY` are format, package, which worker wrote the 
 The digest is sha256 over the contents, in order: keys, numbers, and the type, shape and crc32 of every tensor. It finds
 damage, not forgery: crc32 finds every flipped byte at twice the speed of sha256. It covers contents, not the file's
 bytes, so that it doesn't depend on how the file was written. An object that is neither a tensor, a container nor a
-plain value counts by its type alone.
-"""
+plain value counts by its type alone."""
 
 import hashlib
 import random

@@ -1,8 +1,7 @@
 """Base class of Fabric strategies: for a user's own loop, made of the same parts as the strategies for Trainers.
 
 A round follows `optimizer.step()`. A Trainer knows when to evaluate the mean, to save and to end; a user's loop calls
-`with strategy.mean():`, `fabric.save` and `strategy.finish()`.
-"""
+`with strategy.mean():`, `fabric.save` and `strategy.finish()`."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence

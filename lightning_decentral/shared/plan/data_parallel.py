@@ -4,8 +4,7 @@
                   bucket 0 -> all-reduce
                          bucket 1 -> all-reduce ...
 
-Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel).
-"""
+Source: Li et al. 2006.15704 (PyTorch DistributedDataParallel)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Describes an object as {dotted name: text} of all its constructor's arguments, so that two objects can be compared.
 
 A new option is included without a list: fields of dataclasses are read, and of any other object the attributes named as
-its constructor's arguments, or so behind an underscore.
-"""
+its constructor's arguments, or so behind an underscore."""
 
 import inspect
 import zlib

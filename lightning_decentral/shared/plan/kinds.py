@@ -3,8 +3,7 @@
 `kind_of(annotation)` reads the annotation once; `taken(value)` checks a value at every construction. Libraries don't
 fit: beartype and pydantic's strict TypeAdapter refuse numbers of numpy and torch, Hydra's lists and parts by name;
 beartype also refuses whole numbers for float, and takes True for 1; the other TypeAdapter takes "8" for 8. Each kind
-below would be needed with them, too, for its text and conversion; and their import takes 0.06 s and more.
-"""
+below would be needed with them, too, for its text and conversion; and their import takes 0.06 s and more."""
 
 import operator
 import os

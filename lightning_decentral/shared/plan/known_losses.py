@@ -4,8 +4,7 @@
 
 Batches don't depend on the network and hardly on the device, so they carry over to a user's own cluster, whose seconds
 of a batch are predicted. `plan`, the hint of a strategy's start, error texts and docs/choosing.md read this one table,
-`known_losses.json`, which `benchmarks/pages.py known --write` makes of the committed results.
-"""
+`known_losses.json`, which `benchmarks/pages.py known --write` makes of the committed results."""
 
 import json
 from collections.abc import Mapping, Sequence

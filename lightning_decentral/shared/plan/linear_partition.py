@@ -4,8 +4,7 @@
     total(i, c)   = min_j { total(j, c - 1) + costs[i, j] | costs[i, j] <= largest(n, pieces) }
 
 Two dynamic programs, exact, in O(pieces n^2). Stages of a pipeline, slices of a sequence, segments of a network and
-shards of a step are cut by it.
-"""
+shards of a step are cut by it."""
 
 from collections.abc import Sequence
 from itertools import accumulate

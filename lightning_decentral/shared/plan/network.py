@@ -13,8 +13,7 @@ the nearest number of them (the bytes are those of all messages, so a link's sec
     broadcast                     ceil(log2 n)   1
 
 A ring's numbers, of the whole message's bytes. An operation that wasn't measured is computed from another one's latency
-and bandwidth, first of all an exchange's.
-"""
+and bandwidth, first of all an exchange's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 seconds(operation, bytes) = latency + bytes / bandwidth
 
-Forecasts read it; this module measures nothing.
-"""
+Forecasts read it; this module measures nothing."""
 
 import json
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Discrete-event simulation of tasks on workers: start and finish of each task; makespan, bubble, Chrome trace.
 
-start(task) = max(finish of the worker's previous task, finish of every task that it needs)
-"""
+start(task) = max(finish of the worker's previous task, finish of every task that it needs)"""
 
 import json
 from collections import deque

@@ -1,7 +1,6 @@
 """Reads and prints quantities with units: 200mbit, 100us, 24GB, and bytes with three digits.
 
-This module is short and stands alone because strategies print bytes without the imports of plans and figures.
-"""
+This module is short and stands alone because strategies print bytes without the imports of plans and figures."""
 
 import math
 import re

@@ -9,8 +9,7 @@ nothing is lost for good (`residuals`). A worker sends 2 (n - 1) / n times the b
 does with numbers.
 
 Source: error feedback on both sides, Tang et al. 1905.05957 (DoubleSqueeze); by parts with owners, Tang et al.
-2102.02888 (1-bit Adam).
-"""
+2102.02888 (1-bit Adam)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence

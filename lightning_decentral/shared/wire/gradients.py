@@ -5,8 +5,7 @@
 
 The callers choose the divisor and the group: `averaging` (all devices of an island, during the backward pass),
 `pipeline_replicas` (all replicas of a stage, after the backward pass), `partial.wire.reducer` (each segment's
-contributors, during the backward pass).
-"""
+contributors, during the backward pass)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -2,8 +2,7 @@
 
 Each worker calls from a thread of its own, as it would from a process of its own. One thread runs at a time
 (`ThreadTurn`): a worker that waits for a message lets another run. Results don't depend on which thread comes first.
-Sums are taken in the order of ranks; gloo's order differs from three workers on.
-"""
+Sums are taken in the order of ranks; gloo's order differs from three workers on."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence

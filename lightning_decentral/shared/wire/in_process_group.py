@@ -4,8 +4,7 @@
     all_reduce, all_gather, broadcast, barrier, and objects      through mailboxes between the threads
 
 It serves code that calls torch.distributed itself: sharded data streams, metrics, Lightning's own collectives. It
-replaces torch.distributed's process group, and opens no connection.
-"""
+replaces torch.distributed's process group, and opens no connection."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,6 @@
 """The mean model: exact mean over workers by all-reduce, swapped into the model for a while or taken for good.
 
-`shared.evaluation` decides when the mean is swapped in; `shared.checkpoint` saves it and resumes from it.
-"""
+`shared.evaluation` decides when the mean is swapped in; `shared.checkpoint` saves it and resumes from it."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

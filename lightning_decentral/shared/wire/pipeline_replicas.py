@@ -3,8 +3,7 @@
     AllReduce:   g = (1/n) sum_j g_j     before the update; the replicas stay equal
 
 `gossip.GossipReplicas` instead mixes parameters after the update; the replicas then differ, and their mean is evaluated
-and saved. A stage of several pipelines works alike with both.
-"""
+and saved. A stage of several pipelines works alike with both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Serialization as JSON and raw bytes: values received from another worker have known classes, and are never executed.
 
 A serialized value is a head, JSON with its structure, and the bytes of its tensors, which aren't copied until they are
-sent. JSON's own types stand for themselves; everything else is {kind: parts}.
-"""
+sent. JSON's own types stand for themselves; everything else is {kind: parts}."""
 
 import base64
 import builtins

@@ -1,7 +1,6 @@
 """Blocks of a model: which modules are loaded separately, and where each parameter, or a copy of it, is.
 
-Writing to a copy raises an error: the parameter on the host wouldn't change.
-"""
+Writing to a copy raises an error: the parameter on the host wouldn't change."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

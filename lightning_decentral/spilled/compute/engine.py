@@ -2,8 +2,7 @@
 
 The first step of every kind is measured block by block and checked, the second is timed; from the third on, a plan's
 shards are loaded one ahead. Between steps the module is unchanged: its parameters are the host's. If a step finds
-other parameters (pruned, reparametrized, tied, replaced), blocks and measurements begin anew.
-"""
+other parameters (pruned, reparametrized, tied, replaced), blocks and measurements begin anew."""
 
 from __future__ import annotations
 

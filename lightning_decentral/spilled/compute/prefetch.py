@@ -1,7 +1,6 @@
 """Prefetch (double buffering): one shard's parameters are on the device for computing, the next shard's are loaded.
 
-Before there is a plan, `Log` profiles a step: seconds, peak bytes and sent bytes of every visit to a block.
-"""
+Before there is a plan, `Log` profiles a step: seconds, peak bytes and sent bytes of every visit to a block."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 torch chooses kernels by whether gradients are wanted. So the first forward records a graph like the second, but saves
 nothing in it. A backward that reaches this graph would lose gradients, and raises an error. The second forward starts
-from the same state as the first (`Moment`): all that a call depends on besides inputs and parameters.
-"""
+from the same state as the first (`Moment`): all that a call depends on besides inputs and parameters."""
 
 from __future__ import annotations
 

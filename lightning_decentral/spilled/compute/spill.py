@@ -3,8 +3,7 @@
     forward    y = block(x; copy of w), whose graph is dropped;    x and the random state go to the host
     backward   y = block(x; copy of w) again, with a graph, then  dx, dw = vjp(dy);    dw goes to the host
 
-Autograd sees the host's parameters: gradients accumulate and hooks run as if nothing had been copied.
-"""
+Autograd sees the host's parameters: gradients accumulate and hooks run as if nothing had been copied."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 On the device a few parameters at a time are updated; parameter, gradient and state are copied there and back.
 
-present + sum over parameters updated together of (parameter + gradient + state + temporary memory) <= memory_bytes
-"""
+present + sum over parameters updated together of (parameter + gradient + state + temporary memory) <= memory_bytes"""
 
 import copy
 import inspect

@@ -6,8 +6,7 @@
 A step visits its blocks in forward order and then, in general, in backward order. Its `Footprint` has the measurements,
 block by block.
 
-Source: spilling and double buffering, Nagrecha et al. 2110.08633.
-"""
+Source: spilling and double buffering, Nagrecha et al. 2110.08633."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Dispatch of many jobs to few devices: decides, event by event, which pieces are loaded and computed where.
 
-It has no clock: `simulation` feeds it events of a virtual time. `arbiter` orders the processes of a real sweep.
-"""
+It has no clock: `simulation` feeds it events of a virtual time. `arbiter` orders the processes of a real sweep."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

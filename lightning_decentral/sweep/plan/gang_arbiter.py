@@ -4,8 +4,7 @@ A job has a worker for each device, which asks for its device before a forward a
 piece. The pieces of an iteration are a gang, which is complete, and gets its place in the order, when the job's last
 worker has asked. So all devices run gangs in one order, and workers that wait for each other within a piece never wait
 for another job that waits for them. No worker waits for another one of its job for more than `PATIENCE_SECONDS`, for
-one that is gone not at all: it runs without a device, and the job's next collective call finds out.
-"""
+one that is gone not at all: it runs without a device, and the job's next collective call finds out."""
 
 import math
 from collections import Counter, deque

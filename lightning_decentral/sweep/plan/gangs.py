@@ -10,8 +10,7 @@ not only a lower bound of the cycle but the cycle itself, and the order decides 
     complementary pair, depths i/N:   2 F + B (N + 1) / N   against  2 (F + B)
     N jobs on a Latin square:         N F + B (N + 1) / 2   against  N (F + B)
 
-Source: JigSaw, in the sense of Kumar et al. 2111.10672; the formulas are derived here.
-"""
+Source: JigSaw, in the sense of Kumar et al. 2111.10672; the formulas are derived here."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Scheduling policies (LRTF, SRTF, round robin, FIFO, complementary, ASHA): the waiting job of least key runs next.
 
-A policy may also compare `Score`s, which members report at their validations, and end jobs early.
-"""
+A policy may also compare `Score`s, which members report at their validations, and end jobs early."""
 
 import math
 from abc import ABC, abstractmethod

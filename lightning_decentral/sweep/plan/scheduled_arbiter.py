@@ -1,7 +1,6 @@
 """Arbiter for `schedule --run`: carries out a schedule with real trainings, and measures the steps of its jobs.
 
-Every batch is its own grant, like every piece in a simulation.
-"""
+Every batch is its own grant, like every piece in a simulation."""
 
 import math
 from collections.abc import Sequence

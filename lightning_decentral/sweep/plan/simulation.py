@@ -4,8 +4,7 @@ One device, pieces 1..n in the order in which it computes them, each loaded whil
 
     T = load_1 + sum_i max(compute_i, load_(i+1)),   load_(n+1) = 0
 
-Source: double buffering of Nagrecha et al. 2110.08633.
-"""
+Source: double buffering of Nagrecha et al. 2110.08633."""
 
 import heapq
 from collections.abc import Mapping, Sequence

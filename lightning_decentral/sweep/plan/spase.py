@@ -6,8 +6,7 @@ Two jobs that share a device run one after the other. Each job's table {devices:
 best way to run it on that many devices; other numbers of devices aren't considered. A device that still runs earlier
 jobs is `free` in so many seconds.
 
-Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226.
-"""
+Source: select parallelism, allocate, schedule: Saturn, Nagrecha and Kumar 2309.01226."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,7 @@ the profile's own variation between steps. A job that asked for several devices 
 device at a time; or for JigSaw a gang; or under SPASE it is divided evenly among up to as many as it asked for.
 
 Layouts: Tiresias (github.com/SymbioticLab/Tiresias, simulator/60_job.csv: comma-separated, with a header), Gavel
-(github.com/stanford-futuredata/gavel, scheduler/traces: tab-separated, without one).
-"""
+(github.com/stanford-futuredata/gavel, scheduler/traces: tab-separated, without one)."""
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,7 @@
 
 Durations measured in a member (`trainer.max_time`, a callback's `time.time()`, a logger's seconds) are then the
 member's own, as in a single training. `datetime.now()` is the true date, and other threads keep the true clock, for
-signed uploads and heartbeats.
-"""
+signed uploads and heartbeats."""
 
 import gc
 import time

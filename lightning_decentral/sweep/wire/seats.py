@@ -1,8 +1,7 @@
 """Server's connections to a sweep's members: which member uses which, and rejection of messages from others.
 
 Random bytes, or a message that no member would send, never reach the arbiter: their connection is closed. The sweep
-continues.
-"""
+continues."""
 
 import logging
 import select

@@ -20,6 +20,7 @@ from lightning_decentral.gossip import (
     Hypercube,
     OnePeerExponential,
     OnePeerRing,
+    PeriodicAverage,
     RandomMatching,
     Ring,
     Star,
@@ -296,3 +297,8 @@ def test_directed_weights_are_those_of_the_largest_degree() -> None:
 def test_bad_input_is_refused_with_the_remedy(make: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()  # type: ignore[operator]
+
+
+def test_an_inner_topology_learns_the_workers_per_node() -> None:
+    for wrap in (Every, PeriodicAverage):
+        assert wrap(8, Auto()).placed(4) == wrap(8, Auto(4))

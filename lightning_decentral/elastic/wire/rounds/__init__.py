@@ -2,5 +2,4 @@
 
 `exchange` sends messages over the links of a view; `commits` lets all its members mix the same ones. `holding` and
 `wholes` define which parts of the model a worker's devices keep. Public: none; `simulation` is
-`gossip.simulate_asynchronous`.
-"""
+`gossip.simulate_asynchronous`."""

@@ -4,8 +4,7 @@
     CommittedExchange    each sends its displacement to all, and all add up those that are counted, in the view's order
 
 Codes aren't encoded a second time: what a codec loses stays in its sender's parameters, so that no member keeps
-anything of another one's.
-"""
+anything of another one's."""
 
 import time
 from collections.abc import Callable, Collection, Sequence

@@ -10,8 +10,7 @@ With an `order` no member waits, and each mixes what it has received (`Asynchron
 the same messages (`commits.CommittedExchange`).
 
 Messages are CPU tensors, point to point (`ViewTransport`). Rounds are numbered, so a member in another view, or that
-skipped a round, isn't awaited; a message that never comes is no error.
-"""
+skipped a round, isn't awaited; a message that never comes is no error."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict

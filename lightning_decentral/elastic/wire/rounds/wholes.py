@@ -4,8 +4,7 @@
     scatter   rows of device p <- whole, for every p
 
 Every byte of a shard is sent once, inside the island, and the first device buffers one other device's shards at a time.
-A pipeline's stage keeps whole parameters, which are sent unchanged (`OwnBucket`, `StageBucket`).
-"""
+A pipeline's stage keeps whole parameters, which are sent unchanged (`OwnBucket`, `StageBucket`)."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

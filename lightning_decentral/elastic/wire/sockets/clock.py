@@ -1,7 +1,6 @@
 """Clock for an elastic run's timeouts that counts the time of a suspended host; Linux's monotonic clock doesn't.
 
-Short, as it is one rule: a worker that was suspended must find out that it was.
-"""
+Short, as it is one rule: a worker that was suspended must find out that it was."""
 
 import time
 

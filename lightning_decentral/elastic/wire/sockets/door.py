@@ -1,8 +1,7 @@
 """Listening port: a guest (connection) that greets in time is served on its own thread, any other is closed.
 
 A guest that doesn't greet occupies a descriptor for seconds, but no thread. If descriptors run out, such guests are
-closed first, and accepting continues.
-"""
+closed first, and accepting continues."""
 
 import asyncio
 import socket

@@ -8,8 +8,7 @@ Memory is allocated as bytes arrive, not as they are announced. A value is never
 pieces, and the digest is computed over the pieces.
 
 The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out. It is no password, as all
-messages are readable on their way.
-"""
+messages are readable on their way."""
 
 import hashlib
 import hmac

@@ -7,8 +7,7 @@
 
 A member whose connection has ended is lost until it connects again; its earlier messages aren't awaited. A member that
 couldn't send a message connects again at once, so that no other waits for the message. When a member's process ends,
-its thread and connections are closed; when it leaves the view, all its entries are dropped (`forget`).
-"""
+its thread and connections are closed; when it leaves the view, all its entries are dropped (`forget`)."""
 
 import queue
 import select

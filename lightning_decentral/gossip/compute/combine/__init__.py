@@ -2,8 +2,7 @@
 
 A worker applies an update rule to the messages that it received. `combine` defines the interface of rules, `gossip` the
 plain rule and mixing rates; `consensus_control` adapts the number of rounds to the workers' distance. Public: all names
-below.
-"""
+below."""
 
 from typing import TYPE_CHECKING
 

@@ -12,8 +12,7 @@ Rules that need the user's update read the displacement u = x - last, where `las
 the update before, and gets every correction that x gets. For SGD u is -eta g; a rule knows neither the optimizer nor
 the gradient.
 
-`Rule` is the interface for set-up, messages and healing; `Combine` adds how a bucket is mixed.
-"""
+`Rule` is the interface for set-up, messages and healing; `Combine` adds how a bucket is mixed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -165,8 +164,8 @@ class Combine(Rule):
 
     @property
     def aligned(self) -> "Combine | None":
-        """This rule in a form that keeps equal states equal bit for bit, where all workers mix the same messages (an
-        elastic run's committed rounds); None for a rule whose workers differ."""
+        """This rule in a form that keeps equal states equal bit for bit, for committed rounds of elastic runs. There
+        all workers mix the same messages. None for a rule whose workers differ."""
         return None
 
     def _begin_anew(self, x: Tensor, sent: Tensor, mixed: Tensor, state: State, turn: Turn) -> None:

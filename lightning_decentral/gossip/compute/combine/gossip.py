@@ -1,8 +1,7 @@
 """Gossip averaging: the plain rule, x <- x + rate (mixed - sent), mixing rates, and checks that they are stable.
 
 A mixing rate, a number or a schedule, is how far a rule moves towards received messages. Less mixing late in training
-keeps a disagreement between the workers that helps their mean (2602.02899).
-"""
+keeps a disagreement between the workers that helps their mean (2602.02899)."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Update rules for workers with different data: gradient tracking, exact diffusion (D2), quasi-global momentum.
 
 Gradient tracking and exact diffusion reach the exact optimum, however much the workers' data differ. Quasi-global
-momentum follows a worker's displacement after mixing.
-"""
+momentum follows a worker's displacement after mixing."""
 
 from dataclasses import dataclass
 

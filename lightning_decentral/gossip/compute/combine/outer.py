@@ -1,8 +1,7 @@
 """Outer optimizer steps after local steps: DiLoCo, Streaming DiLoCo, MuLoCo, NoLoCo.
 
 An outer step moves the anchor, the parameters at which the local steps began, by the workers' mean displacement; the
-anchor is validated and saved.
-"""
+anchor is validated and saved."""
 
 from dataclasses import dataclass, replace
 from math import log

@@ -3,8 +3,7 @@
 A topology is a frozen value that doesn't depend on the number of workers: `sources(rank, size, step)`. `topology` has
 the interface and how to add a topology, `static` graphs that don't change, `one_peer` graphs with one or few
 neighbours per step, `combined` topologies made of others. A new topology is named in two lists: below, and in
-`gossip/__init__`. Public: all names below.
-"""
+`gossip/__init__`. Public: all names below."""
 
 from typing import TYPE_CHECKING
 

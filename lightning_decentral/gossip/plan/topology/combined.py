@@ -228,6 +228,9 @@ class PeriodicAverage(Topology):
     def __post_init__(self) -> None:
         at_least_one("PeriodicAverage's every", self.every, "1 averages in every step, k in every k-th step")
 
+    def placed(self, workers_per_node: int) -> Topology:
+        return replace(self, inner=self.inner.placed(workers_per_node))
+
     def period(self, size: int) -> int:
         return lcm(self.every if size > 1 else 1, self.inner.period(size))
 

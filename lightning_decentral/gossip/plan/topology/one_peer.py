@@ -1,7 +1,6 @@
 """Topologies of one or few peers a step: one-peer ring and exponential, hypercube, base-(k+1) graphs, random matching.
 
-Most reach exact consensus in finite time: W_1 W_2 ... W_m = 1 1^T / n.
-"""
+Most reach exact consensus in finite time: W_1 W_2 ... W_m = 1 1^T / n."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

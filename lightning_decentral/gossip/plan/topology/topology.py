@@ -3,8 +3,7 @@
 A topology is a frozen value that doesn't depend on the number of workers: size, rank and step are arguments. To add
 one, write a class with `sources`, and `period` if the graph changes over steps (copy `Ring` in `static`), a line in
 this folder's `__init__` and in `gossip/__init__`, and `conf/strategy/topology/NAME.yaml`: weights, checks, simulation,
-wire and tests read it.
-"""
+wire and tests read it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -3,8 +3,7 @@
     [before] -> block_0 -> .. -> block_(n-1) -> [after] -> head -> [operations on logits, the loss]
 
 The blocks are in one list and pass on one hidden state. Modules with parameters that are called before the first block
-belong to the first stage; those called after the last block to the last stage.
-"""
+belong to the first stage; those called after the last block to the last stage."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

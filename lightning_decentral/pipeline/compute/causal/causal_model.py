@@ -2,8 +2,7 @@
 
 Every stage runs the model's own forward, with stand-ins for other stages' parts. Other stages' blocks are hollow: the
 hollow block before the stage's blocks passes the hidden state in, the one after them takes it out. What the model does
-to logits, and its loss, run unchanged when all slices are there.
-"""
+to logits, and its loss, run unchanged when all slices are there."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,7 @@ else is masked, torch's causal bias, aligned at the lower right, is equivalent: 
 would wait. So padding is masked there, unless the host saw before that it hides nothing (`model.hides_nothing`).
 
 Flex attention, softmax(mask(b, h, q, k) ? score(s * <query_q, key_k>, b, h, q, k) : -inf) value, is compiled by
-`transformers` into kernels for a device's types; a trial evaluates mask and score as they are written, in float64.
-"""
+`transformers` into kernels for a device's types; a trial evaluates mask and score as they are written, in float64."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,6 @@
 """Checks of causal models: changes that would give silent errors once the model is cut, and calls that can't be served.
 
-`torch.compile`: blocks may be compiled; modules that a stage cuts or answers for may not.
-"""
+`torch.compile`: blocks may be compiled; modules that a stage cuts or answers for may not."""
 
 from collections.abc import Mapping
 from typing import Any

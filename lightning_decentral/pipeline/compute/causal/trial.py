@@ -4,8 +4,7 @@
 
 The cut copy has three stages and three slices; it runs on the host, unless torch trains this attention only on a
 device. Padded rows, packed rows and router losses have their own trials: a model that differs in one of them is refused
-for calls of this kind only.
-"""
+for calls of this kind only."""
 
 from collections.abc import Mapping
 from copy import deepcopy

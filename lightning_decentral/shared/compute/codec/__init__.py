@@ -2,8 +2,7 @@
 
 `codec` has the base class, and codecs that send every element, as it is or rounded; to write a new codec, copy `Int8`
 in `quantize`. `topk` has the codec that sends the largest elements, and `DifferenceCompression`. The estimates that
-both ends of a link keep are in `gossip/compute`. Public: all names below.
-"""
+both ends of a link keep are in `gossip/compute`. Public: all names below."""
 
 from typing import TYPE_CHECKING
 

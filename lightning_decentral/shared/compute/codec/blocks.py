@@ -1,7 +1,6 @@
 """Blocks of a message: pieces to encode at once, scratch memory, and random numbers for stochastic rounding.
 
-Random numbers are a function of (key, index): no state to save, and equal on every device and in the simulation.
-"""
+Random numbers are a function of (key, index): no state to save, and equal on every device and in the simulation."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -10,8 +10,7 @@ the mean of the workers is thus kept to rounding under every codec, however coar
 
 To add a codec, subclass `Codec` with `parts`, `encode` and `decode` (copy `Int8` in `quantize`), add a line to
 `codec/__init__` and `gossip/__init__`, and `conf/strategy/codec/NAME.yaml`: links, error feedback, averages and tests
-then use it. Forecasts assume the slowest codec's speed until `gossip.round_cost.CODECS` has its own.
-"""
+then use it. Forecasts assume the slowest codec's speed until `gossip.round_cost.CODECS` has its own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -5,8 +5,7 @@
     r = Q(s)      f <- s - r           the mean that all workers decode, and the error that is added to the next mean
 
 A worker sends 2 (n - 1) / n times the bytes of its codes, as an all-reduce does with numbers; sending all codes to all
-other workers would take n - 1 times the bytes.
-"""
+other workers would take n - 1 times the bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

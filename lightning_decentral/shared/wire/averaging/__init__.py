@@ -1,4 +1,3 @@
 """Averages of gradients over devices, residuals of compressed averages (error feedback), replicas that stay equal.
 
-Nothing here is public.
-"""
+Nothing here is public."""

@@ -1,7 +1,6 @@
 """Keeps replicas equal (compressed all-reduce, partial backprop) in addition to the average of gradients.
 
-Trainers use this once, Fabric loops once for each module.
-"""
+Trainers use this once, Fabric loops once for each module."""
 
 from collections.abc import Callable, Sequence
 

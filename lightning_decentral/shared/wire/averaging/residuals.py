@@ -13,8 +13,7 @@ The debt grows by the mean of the workers' gradients, less the means that all wo
 
 A loss scaler or a check for NaN skips updates, and gradients have another scale afterwards. Residuals are kept as they
 were before an update that is skipped, and in the scale of the gradients to come. A scaler's factor falls exactly where
-it skips; the factor is read one step later, so that the host doesn't wait for a device.
-"""
+it skips; the factor is read one step later, so that the host doesn't wait for a device."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,7 @@ Trained parameters are compared only in steps in which a worker sees a change:
 
 An average is one of gradients, or a round of gossip. A worker that sees a change in its trained parameters writes their
 present layout, and goes on when the others have written the same. A worker that has begun or finished the same average
-without the change (as gossip's neighbours may) will block in its messages: its watching thread writes its layout.
-"""
+without the change (as gossip's neighbours may) will block in its messages: its watching thread writes its layout."""
 
 import json
 import time

@@ -2,8 +2,7 @@
 
 A program that connects to a new group's port in the first milliseconds, and by chance sends the number of a pair of
 workers, takes the place of one of them. So the members greet each other, and all report through the store, not the
-group, whether the greetings arrived.
-"""
+group, whether the greetings arrived."""
 
 import itertools
 from collections.abc import Callable

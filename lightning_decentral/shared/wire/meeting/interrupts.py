@@ -1,7 +1,6 @@
 """Makes SIGTERM, by which schedulers stop a process, raise KeyboardInterrupt as Ctrl-C does.
 
-This short module stands alone: sweeps and the starter of elastic workers use it, and neither may import the other.
-"""
+This short module stands alone: sweeps and the starter of elastic workers use it, and neither may import the other."""
 
 import signal
 import threading

@@ -3,8 +3,7 @@
     beat/<rank>    a number that grows while the process runs, every BEAT_SECONDS
     ended/<rank>   {"reason": one line, "phase": what it was doing, "lost": true if it ended because it lost another}
 
-A worker that loses a peer in a message or a collective call reads here which peer, and why.
-"""
+A worker that loses a peer in a message or a collective call reads here which peer, and why."""
 
 import json
 import re

@@ -9,8 +9,7 @@
 
 A job's keys begin with its token: one of the environment variable LIGHTNING_DECENTRAL_TOKEN, the same on all workers,
 or a random one, which worker 0 writes down where every program that reaches the port can read it. A token keeps stray
-programs and other jobs away; it isn't encryption: what is sent is readable on its way.
-"""
+programs and other jobs away; it isn't encryption: what is sent is readable on its way."""
 
 import errno
 import hashlib

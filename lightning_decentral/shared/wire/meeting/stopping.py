@@ -4,8 +4,7 @@
 
 Each worker's watching thread writes a promise to the store: its worker won't go on past that round before all have
 promised. Then every worker knows after which round all stop. A worker only waits if it reaches its promised round
-before the others have promised: a few reads of the store.
-"""
+before the others have promised: a few reads of the store."""
 
 import sys
 import threading
