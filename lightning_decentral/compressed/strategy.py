@@ -14,7 +14,6 @@ from lightning_decentral.shared.compute.buckets import bucket_bytes_of, check_bu
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.codec.quantize import Int8
 from lightning_decentral.shared.compute.device import DeviceSteps
-from lightning_decentral.shared.compute.modules import same
 from lightning_decentral.shared.introduction import coded_bytes, of_all_reduce, traffic
 from lightning_decentral.shared.meeting import TIMEOUT
 from lightning_decentral.shared.plan.arguments import checked
@@ -178,7 +177,7 @@ class AveragedSteps(DeviceSteps):
     def train(self, module: Any, step: Callable[[], Any], redirect: Callable[[], Any]) -> Any:
         before, self._parameters = self._parameters, list(module.parameters())
         self._gradients.watch(self._parameters)  # some may have been unfrozen since the last step
-        if not same(before, self._parameters):
+        if list(map(id, before)) != list(map(id, self._parameters)):
             # A module added while training: workers may have drawn different values.
             self._take([p for p in self._parameters if p not in set(before)])
         return step()
