@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic import checks, loops
 from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
+from lightning_decentral.elastic.fragments import Exchanges
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.plan.view import ElasticSettings
@@ -28,7 +29,6 @@ from lightning_decentral.elastic.watched import WatchedProcess
 from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.commits import Commits
-from lightning_decentral.elastic.wire.rounds.exchanges import Exchanges
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
