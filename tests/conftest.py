@@ -117,12 +117,13 @@ def leaves_no_world(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_no_log() -> Iterator[None]:
-    """Hydra gives the root logger a console and a file, and importing pytorch_lightning makes its logger that of
-    rank_zero_info, for as long as the process lives: later tests would look for messages on the other stream."""
+    """Hydra gives the root logger a console and a file, and importing pytorch_lightning, even while tests are
+    collected, makes its logger that of rank_zero_info, for as long as the process lives: later tests would look for
+    messages on the other stream."""
     root = logging.getLogger()
-    handlers, level, log = root.handlers[:], root.level, rank_zero.log
+    handlers, level = root.handlers[:], root.level
+    rank_zero.log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     yield
-    rank_zero.log = log
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     root.setLevel(level)
