@@ -186,9 +186,23 @@ class Rounds:
     def __init__(self, name: str) -> None:
         self.states: dict[Key, CommitState] = {}
         self._name, self._early = name, dict[Key, list[tuple[tuple[str, ...], Vote]]]()
+        self._flying: dict[int, dict[int, int]] = {}  # {part: {round that this member has sent to: the checksum then}}
+
+    def begins(self, round: int, part: int, chain: int) -> list[tuple[Key, Sends]]:
+        """Send a message to a round. Rounds before it that this member never came to don't wait for it any more."""
+        self._flying.setdefault(part, {})[round] = chain
+        passed = [k for k in self._early if k[2] == part and self._passed(k) is not None]
+        votes = [(k, *vote) for k in passed for vote in self._early.pop(k)]
+        return [sends for vote in votes for sends in self.received(*vote)]
+
+    def _passed(self, key: Key) -> int | None:
+        """Return the checksum with which this member has passed a round that it never sent to; None if it may come."""
+        flying = self._flying.get(key[2], {})
+        return max(flying.items())[1] if flying and key[1] < max(flying) and key[1] not in flying else None
 
     def arrives(self, key: Key, view: View, has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
         """Come to a round with the messages that this member has; return the votes to send, as `received` does."""
+        self._flying.get(key[2], {}).pop(key[1], None)
         own = tuple(name for name in view.members if name in has)
         begins = not any(k[0] == key[0] and k[2] == key[2] and k != key for k in self.states)
         stay = frozenset(view.members).intersection(view.before) if begins else frozenset[str]()
@@ -204,11 +218,13 @@ class Rounds:
         """Take a vote, or keep it until this member comes to the round."""
         if key not in self.states:
             own = next((state for k, state in self.states.items() if k[1:] == key[1:]), None)
-            if own is None:
+            chain = self._passed(key)
+            if own is not None:  # it is there in another view
+                mixed = own.decided if own.decided and own.decided.counted else None
+                chain = mixed.chain(key[1]) if mixed else own.chain
+            if chain is None:
                 self._early.setdefault(key, []).append((members, vote))
                 return []
-            mixed = own.decided if own.decided and own.decided.counted else None
-            chain = mixed.chain(key[1]) if mixed else own.chain
-            self.states[key] = CommitState(self._name, members, (), chain)  # it is there in another view
+            self.states[key] = CommitState(self._name, members, (), chain)
         self.states[key], sends = self.states[key].received(vote)
         return [(key, sends)]

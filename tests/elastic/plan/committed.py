@@ -21,7 +21,7 @@ from typing import Any
 from lightning_decentral.elastic.plan.commit import Key, Proposal, Rounds, Sends, Vote
 from lightning_decentral.elastic.plan.member_state import MemberState
 from lightning_decentral.elastic.plan.view import Bounds, View
-from tests.elastic.plan.schedules import Faults
+from tests.elastic.plan.schedules import faults_then_quiet
 from tests.elastic.plan.virtual import DEAD, Worker, World
 
 RULES = ((1.0, 0.0), (0.7, 0.5), (0.6, 0.9))  # (lr, momentum), in Nesterov's form
@@ -91,6 +91,7 @@ class CommittedWorld(World):
         worker.landing = (view, round, way)
         self.launched[name, round] = view.key
         self.sent[(view.key, round, 0), name] = way
+        self._sends(name, self.votes[name].begins(round, 0, held.chain))
         for target in view.members:
             if target != name:
                 self._frame(name, target, view, round, (way, held.chain))  # type: ignore[arg-type]
@@ -254,12 +255,7 @@ class CommittedWorld(World):
 def schedule(seed: int) -> CommittedWorld:
     """A run with faults, then quiet; what must hold is asserted."""
     world = CommittedWorld(seed, Bounds(3, 5), size=4 if seed % 2 else 5)
-    until = 14 * DEAD
-    Faults(world, many=world.rng.randint(1, 6), until=until)
-    world.net.run(until)
-    world.say("faults end")
-    world.start_lobby()
-    world.net.run(until + 12 * DEAD)
+    faults_then_quiet(world)
     living = {n: w for n, w in world.workers.items() if w.alive}
     members = [n for n in living if living[n].state.mine.view]
     if not members or any(living[n].state.waits(world.net.now) for n in members):

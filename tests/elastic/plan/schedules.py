@@ -61,16 +61,20 @@ class Faults:
         self.net.at(self._seconds(4 * DEAD), self.world.start_lobby)
 
 
-def schedule(seed: int, strict: bool = True) -> World:
-    """A run with faults, then quiet; what must hold is asserted."""
-    least = 3 if strict else random.Random(seed).choice([1, 2])
-    world = World(seed, Bounds(least, 5), size=4 if seed % 2 else 5, strict=strict)
+def faults_then_quiet(world: World) -> None:
     until = 14 * DEAD
     Faults(world, many=world.rng.randint(1, 6), until=until)
     world.net.run(until)
     world.say("faults end")
     world.start_lobby()
     world.net.run(until + 12 * DEAD)
+
+
+def schedule(seed: int, strict: bool = True) -> World:
+    """A run with faults, then quiet; what must hold is asserted."""
+    least = 3 if strict else random.Random(seed).choice([1, 2])
+    world = World(seed, Bounds(least, 5), size=4 if seed % 2 else 5, strict=strict)
+    faults_then_quiet(world)
     ends_well(world)
     return world
 

@@ -37,6 +37,11 @@ class Commits:
         self._leaving: list[Any] = []
         worker.mesh.on_vote = self._on_vote
 
+    def begins(self, round: int, part: int, chain: int) -> None:
+        """Answer votes about earlier rounds, to which this member never came: it has no messages there."""
+        with self._worker.lobby_client.changed:
+            self._send(self.rounds.begins(round, part, chain))
+
     def decide(self, view: View, round: int, part: int, chain: int, has: Collection[str]) -> Proposal:
         """Return the round's decision, when the other members of its view vote, too. RuntimeError if this member can't
         go on with them, TimeoutError if there is none in time."""
@@ -114,7 +119,7 @@ class CommittedExchange(PeerExchange):
     Where one member is alone it counts itself: outer steps go on."""
 
     decide: Callable[[int, Collection[int]], Sequence[int]] = field(kw_only=True)  # (round, ranks it has) -> S
-    chain: Callable[[], int] = field(kw_only=True)  # checksum of the decisions so far, sent along
+    begins: Callable[[int], int] = field(kw_only=True)  # round -> checksum of the decisions so far, sent along
     made = CommittedMessage
 
     def __post_init__(self) -> None:
@@ -130,7 +135,7 @@ class CommittedExchange(PeerExchange):
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
         launched = super().launch(message, step, place, copied)
         assert isinstance(launched, CommittedMessage)
-        launched.headers[0, 0] = self.chain() << 31 | step
+        launched.headers[0, 0] = self.begins(step) << 31 | step
         self._rounds.setdefault(step, []).append(launched)
         return launched
 

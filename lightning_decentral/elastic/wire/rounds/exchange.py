@@ -239,8 +239,9 @@ class ElasticExchange(Exchange[PeerMessage]):
         links = ViewTransport(self.worker, view)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
-        if decide := self.commits and partial(self._decide, self.commits, view):
-            exchange = CommittedExchange(*plan, decide=decide, chain=lambda: self.chain)
+        if commits := self.commits:
+            decide, begins = partial(self._decide, commits, view), partial(self._begins, commits)
+            exchange = CommittedExchange(*plan, decide=decide, begins=begins)
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules that were admitted before the first view
         self.coder = exchange.coder
@@ -249,6 +250,10 @@ class ElasticExchange(Exchange[PeerMessage]):
         for _, old, _ in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()
         self._since = self._since[-KEPT_VIEWS:]
+
+    def _begins(self, commits: Commits, round: int) -> int:
+        commits.begins(round, self.part, self.chain)
+        return self.chain
 
     def _decide(self, commits: Commits, view: View, round: int, ranks: Collection[int]) -> list[int]:
         decision = commits.decide(view, round, self.part, self.chain, {view.members[rank] for rank in ranks})
