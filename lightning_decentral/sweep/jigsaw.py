@@ -1,4 +1,4 @@
-"""JigSaw for real (`hydra.launcher.policy=jigsaw`): jobs of several workers share devices, iteration by iteration.
+"""JigSaw carried out (`hydra.launcher.policy=jigsaw`): jobs of several workers share devices, iteration by iteration.
 
 Every member trains by partial backprop with a worker on each device. `plan.gang_arbiter` decides who computes where,
 `pieces` asks it in each worker."""

@@ -2,11 +2,12 @@
 
 Anchors and outer momenta stay equal bit for bit as all apply the same decisions. One round of one view, at one member:
 
-    awaits      its messages come or are given up; then the member knows which it `has`, and votes
+    awaits      messages arrive or are given up; then the member knows which it `has`, and votes
     follows     it sends what it has to the oldest live member, who leads
     leads       it opens a ballot. Once all live members have voted it proposes the messages that all of them have
     accepts     a member accepts a proposal unless it has promised a later ballot to another leader
-    committed   a quorum has accepted: the leader tells all. Without a common message the round is dropped, by all
+    committed   a quorum has accepted: the leader sends the decision to all. Without a message that all have, it is to
+                drop the round
 
 Ballot b belongs to members[b mod n]; a leader of a later one asks a quorum for what they have accepted and proposes
 that. A quorum is more than half of the view's members, or half with the oldest, and in a view's first round all that
@@ -18,7 +19,8 @@ a quorum lives. What isn't in a mean stays in its sender's parameters and is sen
 another one than the decision's, or without a message that is counted, must join anew.
 
 Members that learn of a view late may be in one round with two views. Each is asked in the other's view, too, where it
-has nothing: unless one side is a quorum, both drop the round.
+has nothing: unless one side is a quorum, both drop the round. A member that has sent to a later round without coming to
+this one answers votes about it as having nothing, so that nobody waits for it.
 
 Source: single-decree Paxos, Lamport 1998, a decree for each round."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lightning_decentral.elastic.plan.commit import CommitState, Proposal, Sends
+from lightning_decentral.elastic.plan.commit import CommitState, Proposal, Rounds, Sends, Vote
 from tests.elastic.plan.committed import schedule
 from tests.elastic.plan.network import Network
 
@@ -181,3 +181,32 @@ def test_schedules_of_whole_runs() -> None:
     assert events["committed"] > 500
     assert events["joined"]
     assert events["without some"]
+
+
+def test_a_round_doesnt_wait_for_a_member_that_passed_it() -> None:
+    key, members = (1, 5, 0), ("a", "b")
+    leader = CommitState("a", members, ("a",), chain=7)
+    leader, _ = leader.driven(members, (), again=False)  # opens the ballot, and waits for b's vote
+    leader, sends = leader.driven(members, (), again=True)
+    assert leader.decided is None
+    passed = Rounds("b")
+    (asked,) = [vote for to, vote in sends if to == "b"]
+    assert passed.received(key, members, asked) == []  # b may still come to the round
+    ((_, answers),) = passed.begins(6, 0, chain=7)
+    for _, answer in answers:
+        leader, _ = leader.received(answer)
+    leader, sends = leader.driven(members, (), again=False)
+    for _, vote in sends:
+        for _, answers in passed.received(key, members, vote):
+            for _, answer in answers:
+                leader, _ = leader.received(answer)
+    leader, _ = leader.driven(members, (), again=False)
+    assert leader.decided == Proposal((), 7)  # nobody steps
+
+
+def test_a_member_with_a_message_in_a_round_isnt_taken_for_passed() -> None:
+    rounds = Rounds("b")
+    rounds.begins(5, 0, chain=7)
+    rounds.begins(6, 0, chain=7)  # delay 2: round 5 hasn't landed
+    assert rounds.received((1, 5, 0), ("a", "b"), Vote("has", "a", ("a",), 7)) == []
+    assert not rounds.states
