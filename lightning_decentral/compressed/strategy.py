@@ -156,6 +156,11 @@ class CompressedStrategy(ReplicaStrategy):
         updates = 0 if self._owners is None else self._owners.sent_bytes
         return updates + (0 if self._mean is None else self._mean.sent_bytes)
 
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds in which training waited for other workers' gradients since fit began."""
+        return 0.0 if self._gradients is None else self._gradients.wait_seconds
+
 
 def introduced(codec: Codec, module: nn.Module, size: int) -> Sequence[str]:
     """Describe the method in a line; nothing for a single worker."""

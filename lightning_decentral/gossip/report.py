@@ -65,8 +65,12 @@ class StartSummary(StartTable):
             table.add_row(*row)
         Console().print(table)
         settings = strategy.hyperparameters() if isinstance(strategy, Tracked) else strategy.summary()
+        # With the user's own in one call, before Lightning logs these alone: TensorBoard's table shows the first call.
+        given = (pl_module, getattr(trainer, "datamodule", None))
+        sources = [one for one in given if one is not None and one._log_hyperparams]
+        own = {key: one.hparams_initial[key] for one in sources for key in one.hparams_initial if key != "_class_path"}
         for logger in trainer.loggers:
-            logger.log_hyperparams({f"gossip/{name}": value for name, value in settings.items()})
+            logger.log_hyperparams(own | {f"gossip/{name}": value for name, value in settings.items()})
 
 
 @checked

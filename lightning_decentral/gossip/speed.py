@@ -81,12 +81,16 @@ class SpeedMonitor(Callback):
 
 
 @runtime_checkable
-class CountsBytes(Protocol):
-    """Interface of a strategy that counts the bytes that this worker sends."""
+class CountsTraffic(Protocol):
+    """Interface of a strategy that counts what this worker sends and waits for."""
 
     @property
     def sent_bytes(self) -> float:
         """Bytes sent since fit began."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds in which training waited for other workers since fit began."""
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -106,8 +110,8 @@ def _counted(trainer: Trainer, steps: int) -> dict[str, float]:
     if isinstance(strategy, Monitored):
         traffic = strategy.traffic()
         return {"waited": traffic.wait_seconds, "sent": traffic.bytes_sent}
-    if isinstance(strategy, CountsBytes):
-        return {"sent": strategy.sent_bytes}
+    if isinstance(strategy, CountsTraffic):
+        return {"waited": strategy.wait_seconds, "sent": strategy.sent_bytes}
     if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
         size, module = strategy.world_size, trainer.lightning_module
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

@@ -182,3 +182,8 @@ class PartialBackpropStrategy(ReplicaStrategy):
     def sent_bytes(self) -> float:
         """Bytes of gradients that this worker sent since fit began (its part of collective calls)."""
         return self._steps.sent_bytes
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds in which training waited for other workers' gradients since fit began."""
+        return self._steps.wait_seconds

@@ -295,6 +295,28 @@ def test_the_summary_is_printed_and_kept_with_the_run(tmp_path: Path, capsys: py
     assert kept == {"gossip/workers": 1, "gossip/topology": "scripted"}
 
 
+class Settings(Rows):
+    """Keeps the first hyperparameters that it's given, as TensorBoard's table does."""
+
+    first: dict[str, Any] | None = None
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.first = dict(params) if self.first is None else self.first
+
+
+class Configured(Quadratic):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__(dim=DIM)
+        self.save_hyperparameters()
+
+
+def test_the_settings_come_with_the_modules_own_hyperparameters(tmp_path: Path) -> None:
+    rows = Settings(tmp_path)
+    options: dict[str, Any] = {**QUIET, "max_steps": 1, "logger": rows, "strategy": Scripted()}
+    Trainer(**options, callbacks=[StartSummary()]).fit(Configured())
+    assert rows.first == {"width": 3, "gossip/workers": 1, "gossip/topology": "scripted"}
+
+
 def test_under_another_strategy_nothing_is_logged_or_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,3 +161,7 @@ class CutSteps(DeviceSteps):
     @property
     def sent_bytes(self) -> float:
         return 0.0 if self.reducer is None else self.reducer.sent_bytes
+
+    @property
+    def wait_seconds(self) -> float:
+        return 0.0 if self.reducer is None else self.reducer.wait_seconds

@@ -8,6 +8,7 @@ several segments is exact, too: each part of its gradient crossed its own bounda
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -185,13 +186,13 @@ class Reducer(Average):
             self.sent_bytes += sent_bytes(bucket.bytes, len(bucket.ranks), size)
             if len(bucket.ranks) < size:  # from the first contributor to all
                 if bucket.pending is not None:
-                    bucket.pending.wait()
+                    self.wait(bucket.pending, bucket.flat.device)
                 bucket.pending = self._world.broadcast(bucket.flat, source=bucket.ranks[0])
         self.sent_bytes += sent_bytes(flags.nbytes, size, size)
-        some = iter(used(gradients, flags, exchanged))
+        some = iter(used(gradients, flags, partial(self.wait, exchanged, flags.device)))
         for bucket in buckets:
             if bucket.pending is not None:
-                bucket.pending.wait()  # on a device the stream waits
+                self.wait(bucket.pending, bucket.flat.device)  # on a device the stream waits
             bucket.store(bucket.flat, [next(some) for _ in bucket.parameters])
         self._launcher.begin(())
         self.leave()

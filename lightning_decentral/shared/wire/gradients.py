@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_decentral.shared.compute.device import HostStopwatch, stopwatch
 from lightning_decentral.shared.compute.layout import Place, dense_strides
 from lightning_decentral.shared.wire.meeting.comparison import TrainingComparison
 from lightning_decentral.shared.wire.pending import Pending
@@ -52,12 +53,13 @@ def flag(gradients: Sequence[Tensor | None], flags: Tensor) -> Tensor:
     return flags
 
 
-def used(gradients: Sequence[Tensor | None], flags: Tensor, pending: Pending) -> list[int]:
-    """Return for each gradient, from the flags' sum: 0 if no worker has it, `SPARSE` if one is sparse, else 1."""
+def used(gradients: Sequence[Tensor | None], flags: Tensor, wait: Callable[[], None]) -> list[int]:
+    """Return for each gradient, from the flags' sum: 0 if no worker has it, `SPARSE` if one is sparse, else 1.
+    `wait` waits for the sum."""
     # Only a worker without some gradient waits for the sum, and reads it from the device.
     if all(gradient is not None for gradient in gradients):
         return [SPARSE if gradient is not None and gradient.is_sparse else 1 for gradient in gradients]
-    pending.wait()
+    wait()
     return [SPARSE if workers >= SPARSE else min(workers, 1) for workers in flags.tolist()]
 
 
@@ -111,6 +113,7 @@ class Average:
 
     def __init__(self) -> None:
         self._reported: list[tuple[Tensor, Pending]] = []  # news of the last 32 averages
+        self._waited: HostStopwatch | None = None
 
     def enter(self) -> None:
         """Begin an average, which every worker must enter; does nothing within one."""
@@ -120,6 +123,16 @@ class Average:
     def leave(self) -> None:
         self.under_way = False
         self.layouts.done()
+
+    def wait(self, pending: Pending, device: torch.device) -> None:
+        """Wait for a message with gradients on `device`, and count the seconds."""
+        self._waited = self._waited or stopwatch(device)
+        self._waited.during([pending.wait])
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds so far in which training waited for other workers' gradients."""
+        return 0.0 if self._waited is None else self._waited.seconds()
 
     def report(self, news: Tensor, pending: Pending) -> None:
         """Record how many workers have news: known once `pending` has arrived."""

@@ -24,7 +24,6 @@ from lightning_decentral.shared.wire.compressed_mean import FlatMean, mean_by, r
 from lightning_decentral.shared.wire.gradients import Average, flag, pack, parts, used
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.meeting.comparison import MakeLayouts, unasked
-from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Transport
 
 Group = Callable[[], Transport]  # makes a new group of the replicas of each part; collective over all workers
@@ -130,8 +129,8 @@ class _Replicated(Bond):
         self._optimizers = optimizers
         self._equal.replaced()
 
-    def _count(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Pending]:
-        """Count, for each gradient, the replicas that have it; known once the sum is there. Collective."""
+    def _count(self, own: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Return, for each gradient, how many replicas have it, and the wait for these numbers. Collective."""
         before, self._trained = self._trained, list(parameters)
         if before and not same(before, self._trained):
             self._average.layouts.changed()
@@ -142,7 +141,7 @@ class _Replicated(Bond):
         sums[-1] = self._average.news()
         pending = self._hosts.all_reduce(sums)  # unequal numbers of parameters would give sums of unequal lengths
         self._average.report(sums[-1], pending)
-        return flags, pending
+        return flags, pending.wait
 
     def updated(self, optimizer: Optimizer, epoch: int) -> None:
         """Share the first replica's running statistics with all."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -183,10 +184,12 @@ class GradientAverage(Average):
         reported = self._hosts.all_reduce(sums)
         self._last = place, code, sums[-2:], reported
         self.report(sums[-3], reported)
-        some = iter(used(gradients, flags, reported))  # for each gradient: whether any worker has it
+        device = buckets[0].parameters[0].device if buckets else sums.device
+        # for each gradient: whether any worker has it
+        some = iter(used(gradients, flags, partial(self.wait, reported, device)))
         for number, bucket in enumerate(buckets):
             assert bucket.pending is not None
-            bucket.pending.wait()
+            self.wait(bucket.pending, device)
             flat, by = self._flats.pop(bucket), [next(some) for _ in bucket.parameters]
             if not all(by):
                 self._mean.put_back(real(flat), number, [i for i, workers in enumerate(by) if not workers])

@@ -1,6 +1,7 @@
 """Gradients of devices that share them are their mean, and arrive while the backward pass goes on."""
 
 import itertools
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -206,6 +207,30 @@ def test_no_host_waits_for_its_device_where_a_gradient_is_missing(hosts: Mirror,
             average.finish()
     assert used.grad.tolist() == [3.0, 3.0]
     assert (missing.grad is None) == (type(hosts) is Mirror)
+
+
+class Late(Together):
+    """A message that takes a twentieth of a second."""
+
+    def wait(self) -> None:
+        time.sleep(0.05)
+
+
+class Slow(Mirror):
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        super().all_reduce(tensor)
+        return Late([])
+
+
+def test_waits_for_other_workers_are_counted() -> None:
+    rows = [nn.Parameter(torch.ones(2**18)) for _ in range(2)]
+    average = GradientAverage(ExactMean(Slow()), Mirror(), lambda call: call(), 2**20)
+    average.watch(rows)
+    assert average.wait_seconds == 0
+    sum(row.sum() for row in rows).backward()  # type: ignore[union-attr]
+    average.begin()
+    average.finish()
+    assert average.wait_seconds >= 0.1
 
 
 def apart(group: Any) -> list[str]:
