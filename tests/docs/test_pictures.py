@@ -28,7 +28,6 @@ def test_every_picture_is_shown() -> None:
     assert shown() == {path.name for path in IMAGES.iterdir()}
 
 
-@pytest.mark.thorough
 def test_pictures_are_drawn_as_they_are(tmp_path: Path) -> None:
     for script in (pictures, alive, guides, answers):
         script.draw(tmp_path)
