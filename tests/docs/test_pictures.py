@@ -7,7 +7,6 @@ import alive
 import answers
 import guides
 import pictures
-import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
