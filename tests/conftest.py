@@ -129,6 +129,18 @@ def leaves_no_log() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AssertionError where a Trainer would start workers."""
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a process would start")
+
+    for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
+        monkeypatch.setattr(launcher, "launch", never)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     world.allowed = item.get_closest_marker("threads") is not None
     for marker, needed in DEVICES.items():

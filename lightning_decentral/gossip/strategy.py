@@ -143,9 +143,11 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
+    def refuse_early(self) -> None:
+        place(self, self.workers_per_node, self.workers)  # the topology may depend on the number of nodes
+
     def setup_environment(self) -> None:
-        # Before any worker communicates; the topology may depend on the number of nodes.
-        place(self, self.workers_per_node, self.workers)
+        self.refuse_early()  # where no launcher has
         super().setup_environment()
 
     def arrange(self) -> None:

@@ -223,6 +223,7 @@ class Sieve(Weights):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
@@ -244,9 +245,14 @@ class Sieve(Weights):
     ],
     ids=str,
 )
-def test_bad_options_are_refused_in_one_line(tmp_path: Path, size: int, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        in_processes(fit_quadratic, tmp_path, size, options, {}, seconds=60)
+def test_bad_options_are_refused_in_one_line_before_a_process_starts(
+    size: int, options: dict[str, Any], message: str, start_method: Any, no_processes: None
+) -> None:
+    def train() -> None:
+        Trainer(**QUIET, devices=size, strategy=GossipStrategy(start_method=start_method, **options)).fit(Quadratic())
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        train()
 
 
 def test_long_delay_with_one_message_in_flight_is_accepted(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from torch import nn
 
 from lightning_decentral import TokenPipelineStrategy
@@ -149,17 +148,11 @@ class InSetup(Language):
         raise AttributeError("the model isn't there yet")
 
 
-def never(*_: Any, **__: Any) -> None:
-    raise AssertionError("a process would start")
-
-
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 @pytest.mark.parametrize("module", [Language, Perceptron, lambda: Images("vit")])
 def test_more_stages_than_blocks_are_refused_before_a_process_starts(
-    module: Any, start_method: Any, monkeypatch: pytest.MonkeyPatch
+    module: Any, start_method: Any, no_processes: None
 ) -> None:
-    for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
-        monkeypatch.setattr(launcher, "launch", never)
     for options, words in (
         ({"devices": 16}, "16 stages for a model of [4-6] blocks: use 1 to [4-6] stages"),
         ({"devices": 4, "stages": 3}, "4 workers aren't a multiple of stages=3"),
