@@ -10,7 +10,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import pytest
@@ -31,8 +31,9 @@ from tests.tiny import QUIET, SizedBatches, in_processes
 CONFIG = {
     "lr": 0.1,
     "dies": "never",
+    "optimizer": "AdamW",
     "strategy": {"_target_": "lightning_decentral.PartialBackpropStrategy", "start_method": "fork", "cuts": 1},
-    "trainer": {"max_epochs": 2, "max_steps": -1, "devices": 2},
+    "trainer": {"max_epochs": 2, "max_steps": -1, "devices": 2, "accumulate_grad_batches": 1},
     "hydra": {"sweep": {"dir": "sweep", "subdir": "${hydra:job.num}"}, "job": {"name": "jigsaw"}},
 }
 ConfigStore.instance().store(name="jigsaw_application", node=CONFIG)
@@ -42,9 +43,9 @@ LRS = (0.1, 0.01, 0.001)
 class Chain(LightningModule):
     """Four equal blocks and a head; ends its worker 1 in the fifth step, if it is told to."""
 
-    def __init__(self, lr: float, dies: str) -> None:
+    def __init__(self, lr: float, dies: str, optimizer: str) -> None:
         super().__init__()
-        self.lr, self.dies = lr, dies
+        self.lr, self.dies, self.optimizer = lr, dies, optimizer
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.ReLU()) for _ in range(4)))
         self.head = nn.Linear(8, 3)
 
@@ -68,7 +69,8 @@ class Chain(LightningModule):
         return nn.functional.cross_entropy(self.head(self.blocks(batch[0])), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=self.lr)
+        return optimizer
 
 
 def train(cfg: DictConfig) -> None:
@@ -77,15 +79,15 @@ def train(cfg: DictConfig) -> None:
 
 def fit(cfg: DictConfig, folder: Path) -> None:
     seed_everything(0)
-    module = Chain(cfg.lr, cfg.dies)
+    module = Chain(cfg.lr, cfg.dies, cfg.optimizer)
     partial = PartialBackpropStrategy(depth=Staircase(), cuts=1, start_method="fork")
     strategy = "ddp_fork" if cfg.dies == "ddp" else partial
     Trainer(**{**QUIET, **cfg.trainer}, strategy=strategy).fit(module, SizedBatches(6), SizedBatches(2))
     torch.save(module.state_dict(), folder / "weights.pt")
 
 
-def alone(folder: Path, lr: float) -> None:
-    fit(OmegaConf.create({**CONFIG, "lr": lr}), folder)
+def alone(folder: Path, lr: float, *words: str) -> None:
+    fit(cast(DictConfig, OmegaConf.merge(CONFIG, {"lr": lr}, OmegaConf.from_dotlist([*words]))), folder)
 
 
 def swept(folder: Path, *words: str) -> None:
@@ -94,12 +96,13 @@ def swept(folder: Path, *words: str) -> None:
     hydra.main(version_base="1.3", config_path=None, config_name="jigsaw_application")(train)()
 
 
+@pytest.mark.parametrize("words", [(), ("trainer.accumulate_grad_batches=2",), ("optimizer=LBFGS",)], ids=str)
 @pytest.mark.usefixtures("entry_points")
-def test_jobs_in_turn_learn_what_they_learn_alone(tmp_path: Path) -> None:
-    in_processes(swept, tmp_path, f"lr={','.join(map(str, LRS))}", "hydra.launcher.devices=2")
+def test_jobs_in_turn_learn_what_they_learn_alone(tmp_path: Path, words: tuple[str, ...]) -> None:
+    in_processes(swept, tmp_path, f"lr={','.join(map(str, LRS))}", "hydra.launcher.devices=2", *words)
     for number, lr in enumerate(LRS):
         (tmp_path / str(lr)).mkdir()
-        in_processes(alone, tmp_path / str(lr), lr)
+        in_processes(alone, tmp_path / str(lr), lr, *words)
         own, other = (torch.load(tmp_path / f / "weights.pt") for f in (f"sweep/{number}", str(lr)))
         assert all(torch.equal(own[name], other[name]) for name in other), lr
     events = json.loads((tmp_path / "sweep" / "trace.json").read_text())["traceEvents"]
