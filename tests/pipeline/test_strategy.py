@@ -467,7 +467,7 @@ CASES = {
     "slices": (
         lambda: Language(length=12),
         {"devices": 2},
-        r"\(5, 1, 4, 3\) sum to 13, the sequence has 12 tokens.*which replan",
+        r"\(5, 1, 4, 3\) sum to 13, but the sequence has 12 tokens.*which replan",
     ),
     "twice": (Twice, {"devices": 2}, "called GPT2LMHeadModel twice"),
     "never": (Never, {"devices": 2}, "training_step returned without calling GPT2LMHeadModel"),
