@@ -80,7 +80,14 @@ def _register() -> None:
         for served, modules in (([*paths, "spilled"], CONNECTORS), (FABRICS, FABRIC_CONNECTORS))
         for module in modules
     }
-    registry.when_imported({**trainers, **loops, **checks, "jsonargparse._typehints": spell})
+    later = {"jsonargparse._typehints": spell, "ray.train.lightning": _prepare}
+    registry.when_imported({**trainers, **loops, **checks, **later})
+
+
+def _prepare(integration: ModuleType) -> None:
+    """Let Ray's `prepare_trainer` take the strategies, which find in Ray's environment what its own subclasses do."""
+    for folder, strategy in (("shared.setup_and_step", "WorkersStrategy"), ("spilled", "SpilledStrategy")):
+        integration.RayDDPStrategy.register(getattr(import_module(f"{__name__}.{folder}"), strategy))
 
 
 def _path(strategy: str, base: str) -> str:

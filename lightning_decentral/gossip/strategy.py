@@ -143,10 +143,8 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        # Before any worker communicates; the topology may depend on the number of nodes.
-        place(self, self.workers_per_node, self.workers)
-        super().setup_environment()
+    def place_on_hosts(self) -> None:
+        place(self, self.workers_per_node, self.workers)  # the topology may depend on the number of nodes
 
     def arrange(self) -> None:
         if self.wire is not None:

@@ -123,10 +123,9 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
+    def place_on_hosts(self) -> None:
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
-        super().setup_environment()
 
     def refuse_early(self) -> None:
         check_depth(self.num_stages, self.partition, self._module)

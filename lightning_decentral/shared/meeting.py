@@ -120,6 +120,7 @@ class WorkerGroup:
             self._store = STORES.PrefixStore(str(connection.add(f"meetings/{rank}", 1)), connection)
             self._board = StatusBoard(self._store, rank, size, _hosted())
             self._heartbeat = Heartbeat(self._board, self.phase)
+        strategy.arrive(self._board is None or self._board.agree(strategy.in_order, timeout=self.timeout))
 
     @property
     def _settings(self) -> dict[str, Any]:
