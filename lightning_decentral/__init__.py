@@ -85,9 +85,10 @@ def _register() -> None:
 
 
 def _prepare(integration: ModuleType) -> None:
-    """Let Ray's `prepare_trainer` take the strategies, which find in Ray's environment what its own subclasses do."""
-    for folder, strategy in (("shared.setup_and_step", "WorkersStrategy"), ("spilled", "SpilledStrategy")):
-        integration.RayDDPStrategy.register(getattr(import_module(f"{__name__}.{folder}"), strategy))
+    """Register the strategies as Ray's DDP strategies for `isinstance`, which Ray's `prepare_trainer` asks. They are
+    DDPStrategies already: registered, a strategy that isn't would become one for Lightning, too."""
+    workers = import_module(f"{__name__}.shared.setup_and_step").WorkersStrategy
+    integration.RayDDPStrategy.register(workers)
 
 
 def _path(strategy: str, base: str) -> str:

@@ -111,7 +111,7 @@ class WorkerGroup:
                 place = environment.main_address, environment.main_port, rank, size
             except ValueError as error:
                 raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
-            self._make_world(Meeting(*place, self.timeout, _hosted(), (strategy.num_nodes, strategy.num_processes)))
+            self._make_world(Meeting(*place, self.timeout, _hosted(), strategy.shared_layout))
         else:
             _init_dist_connection(environment, strategy.process_group_backend, **self._settings)
         if connected():

@@ -63,6 +63,11 @@ class Placed(Strategy):  # type: ignore[misc]
         super().setup_environment()
 
     @property
+    def shared_layout(self) -> tuple[int, int]:
+        """Return (hosts, workers of each) as every worker must have them when they meet. Placed hosts may yet differ."""
+        return (self.num_nodes, self.num_processes) if self.on_host is None else (self.world_size, 1)
+
+    @property
     def in_order(self) -> bool:
         """Return whether this process's ranks are those of hosts in order, each with as many workers as its own."""
         return self.on_host is None or self.global_rank == self.node_rank * self.on_host + self.local_rank

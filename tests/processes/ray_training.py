@@ -61,7 +61,8 @@ def stored(config: dict[str, Any]) -> None:
                 callbacks=[losses, RayTrainReportCallback()],
                 max_epochs=epoch + 1,
             )
-            prepare_trainer(trainer)
+            if name in STRATEGIES:
+                prepare_trainer(trainer)
             saved = ray.train.get_checkpoint() if epoch else None
             with saved.as_directory() if saved else nullcontext() as folder:
                 trainer.fit(module, ckpt_path=folder and f"{folder}/checkpoint.ckpt")
