@@ -80,7 +80,7 @@ def _register() -> None:
         for served, modules in (([*paths, "spilled"], CONNECTORS), (FABRICS, FABRIC_CONNECTORS))
         for module in modules
     }
-    later = {"jsonargparse._typehints": spell, "ray.train.lightning": _prepare}
+    later: dict[str, registry.Then] = {"jsonargparse._typehints": spell, "ray.train.lightning": _prepare}
     registry.when_imported({**trainers, **loops, **checks, **later})
 
 

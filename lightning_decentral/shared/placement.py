@@ -64,7 +64,7 @@ class Placed(Strategy):  # type: ignore[misc]
 
     @property
     def shared_layout(self) -> tuple[int, int]:
-        """Return (hosts, workers of each) as every worker must have them when they meet. Placed hosts may yet differ."""
+        """Return (hosts, workers of each), equal on all workers when they meet, also where placed hosts differ."""
         return (self.num_nodes, self.num_processes) if self.on_host is None else (self.world_size, 1)
 
     @property

@@ -2,6 +2,7 @@
 workers and hosts are theirs, and training is bit for bit that of workers that Lightning counts itself."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+import lightning_decentral
 from lightning_decentral import GossipStrategy, SpilledStrategy
 from lightning_decentral.gossip.fabric import FabricGossipStrategy
 from tests.crew import crew
@@ -124,6 +127,16 @@ def test_the_environment_names_the_device(named: str | None, expected: str, monk
     strategy._configure_launcher()
     assert strategy.root_device == torch.device(expected)
     assert (strategy.num_nodes, strategy.num_processes) == (1, 4)
+
+
+def test_they_are_ray_s_kind_of_strategy_and_spilled_stays_none() -> None:
+    """For `prepare_trainer`. A virtual base's own bases count, too: Lightning would take `spilled` for distributed."""
+
+    class RayDDPStrategy(DDPStrategy): ...
+
+    lightning_decentral._prepare(SimpleNamespace(RayDDPStrategy=RayDDPStrategy))  # type: ignore[arg-type]
+    assert all(isinstance(make(), RayDDPStrategy) for make in STRATEGIES.values())
+    assert not isinstance(SpilledStrategy(), DDPStrategy)
 
 
 def spill() -> None:
