@@ -28,9 +28,9 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=0, max_concurrency=2)
 class Lobby:
-    """Where workers meet. Keep it on the host of the driver, which others reach."""
+    """The rendezvous server, at a port that is free on its host."""
 
     def place(self):
         return f"{ray.util.get_node_ip_address()}:29400"
@@ -70,8 +70,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--num-cpus", type=int, help="of a Ray on this machine alone: by default its processors")
     options = parser.parse_args()
-    ray.init()
+    ray.init(num_cpus=options.num_cpus)
     lobby = Lobby.remote()
     place = ray.get(lobby.place.remote())
     lobby.serve.remote(2, options.workers)

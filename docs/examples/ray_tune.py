@@ -3,6 +3,7 @@
 python docs/examples/ray_tune.py
 """
 
+import argparse
 import tempfile
 
 import ray
@@ -27,9 +28,11 @@ def trial(config):
 
 
 if __name__ == "__main__":
-    ray.init()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-cpus", type=int, help="of a Ray on this machine alone: by default its processors")
+    ray.init(num_cpus=parser.parse_args().num_cpus)
     tuner = tune.Tuner(
-        tune.with_resources(trial, {"CPU": 0}),  # the workers of a trial ask for their own
+        trial,  # takes one CPU, its workers ask for their own
         param_space={"strategy": "gossip", "lr": tune.grid_search([0.1, 0.001])},
         tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1),
         run_config=tune.RunConfig(storage_path=FOLDER),

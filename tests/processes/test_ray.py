@@ -112,12 +112,14 @@ def test_the_page_s_script() -> None:
 
 
 def test_ray_tune_over_trainings() -> None:
-    assert re.search(r"best lr 0.1: loss 0\.\d+", finished("docs/examples/ray_tune.py"))
+    assert re.search(r"best lr 0.1: loss 0\.\d+", finished("docs/examples/ray_tune.py", "--num-cpus=4"))
 
 
 def test_a_lost_actor_joins_again_and_no_other_restarts() -> None:
     step, seen, killed = re.compile(r"\(Worker pid=(\d+).*\) step (\d+), "), dict[int, list[int]](), 0
-    with started("docs/examples/ray_elastic.py", "--workers=3", "--steps=1000000", RAY_DEDUP_LOGS="0") as driver:
+    with started(
+        "docs/examples/ray_elastic.py", "--workers=3", "--steps=1000000", "--num-cpus=4", RAY_DEDUP_LOGS="0"
+    ) as driver:
         end, output = time.monotonic() + 400, ""
         assert driver.stdout is not None
         for line in driver.stdout:
