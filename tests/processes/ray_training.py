@@ -139,9 +139,9 @@ def on_ray(folder: str) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        straight(sys.argv[1], accelerator="cpu", devices=SIZE)
+        straight(sys.argv[1], devices=SIZE)
     else:
         from tests.processes import ray_training  # under its own name, for Ray's workers
 
         ray_training.on_ray(sys.argv[1])
-        straight(f"{sys.argv[1]}/alone", ["spilled"], accelerator="cpu", devices=1)
+        straight(f"{sys.argv[1]}/alone", ["spilled"], devices=1)
