@@ -44,6 +44,16 @@ def straight(folder: str, names: Any = STRATEGIES, **options: Any) -> None:
         keep(folder, name, trainer.global_rank, losses.values, module)
 
 
+class Stops(Callback):
+    """Ends a training of known length early, after an epoch: what a strategy plans for its end stays as it was."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == self._epoch
+
+
 def stored(config: dict[str, Any]) -> None:
     """Each strategy for one epoch, then, by another Trainer, on from what Ray's storage has of that."""
     import ray.train
@@ -58,8 +68,8 @@ def stored(config: dict[str, Any]) -> None:
                 **{**QUIET, "accelerator": "auto"},
                 strategy=STRATEGIES[name]() if name in STRATEGIES else name,
                 plugins=[RayLightningEnvironment()],
-                callbacks=[losses, RayTrainReportCallback()],
-                max_epochs=epoch + 1,
+                callbacks=[losses, Stops(epoch), RayTrainReportCallback()],
+                max_epochs=EPOCHS,
             )
             if name in STRATEGIES:
                 prepare_trainer(trainer)
