@@ -26,7 +26,7 @@ from tests.processes.ray_training import SIZE, STRATEGIES
 from tests.standing_in import Launching
 
 pytestmark = [
-    *(pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(900)),
+    *(pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(1200)),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
 ]
 
@@ -60,7 +60,7 @@ def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
         process.wait(20)
 
 
-def finished(*words: str, seconds: float = 600, **environment: str) -> str:
+def finished(*words: str, seconds: float = 900, **environment: str) -> str:
     with started(*words, **environment) as driver:
         try:
             output, _ = driver.communicate(timeout=seconds)
