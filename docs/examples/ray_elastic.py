@@ -20,7 +20,7 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         if self.global_step % 100 == 0:
-            print(f"step {self.global_step}, {self.trainer.strategy.members} train", flush=True)
+            print(f"step {self.global_step}, {len(self.trainer.strategy.members)} workers train", flush=True)
         x, y = batch
         return torch.nn.functional.cross_entropy(self.net(x), y)
 

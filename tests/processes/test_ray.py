@@ -116,7 +116,7 @@ def test_ray_tune_over_trainings() -> None:
 
 
 def test_a_lost_actor_joins_again_and_no_other_restarts() -> None:
-    step, seen, killed = re.compile(r"\(Worker pid=(\d+).*\) step (\d+), "), dict[int, list[int]](), 0
+    step, seen, killed = re.compile(r"\(Worker pid=(\d+)[^)]*\)\S* step (\d+), "), dict[int, list[int]](), 0
     with started(
         "docs/examples/ray_elastic.py", "--workers=3", "--steps=1000000", "--num-cpus=4", RAY_DEDUP_LOGS="0"
     ) as driver:
