@@ -55,7 +55,8 @@ class Placed(Strategy):  # type: ignore[misc]
         self._count(on_host if workers % on_host == 0 else 1)
 
     def _count(self, on_host: int) -> None:
-        self.num_nodes, self.on_host = self.world_size // on_host, on_host
+        strategy: Any = self
+        strategy.num_nodes, self.on_host = self.world_size // on_host, on_host
 
     def setup_environment(self) -> None:
         if self.on_host is None:
