@@ -80,7 +80,15 @@ def _register() -> None:
         for served, modules in (([*paths, "spilled"], CONNECTORS), (FABRICS, FABRIC_CONNECTORS))
         for module in modules
     }
-    registry.when_imported({**trainers, **loops, **checks, "jsonargparse._typehints": spell})
+    later: dict[str, registry.Then] = {"jsonargparse._typehints": spell, "ray.train.lightning": _prepare}
+    registry.when_imported({**trainers, **loops, **checks, **later})
+
+
+def _prepare(integration: ModuleType) -> None:
+    """Register the strategies as Ray's DDP strategies for `isinstance`, which Ray's `prepare_trainer` asks. They are
+    DDPStrategies already: registered, a strategy that isn't would become one for Lightning, too."""
+    workers = import_module(f"{__name__}.shared.setup_and_step").WorkersStrategy
+    integration.RayDDPStrategy.register(workers)
 
 
 def _path(strategy: str, base: str) -> str:

@@ -15,6 +15,7 @@ PAGES = {
     "compressed": "compressed",
     "partial_backprop": "partial-backprop",
     "spilled": "spilled",
+    "ray_train": "ray",
     "token_pipeline": "token-pipeline",
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

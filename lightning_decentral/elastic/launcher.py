@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
 from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
 from lightning_decentral.shared.checkpoint import runs
+from lightning_decentral.shared.wire.transport import connected
 
 
 class ElasticLauncher(_SubprocessScriptLauncher):
@@ -78,9 +79,11 @@ def refuse_unstarted(
 
 
 def refuse_restarting_all(cluster: ClusterEnvironment, devices: int) -> None:
-    """Raise a ValueError under a torchrun of several workers, which restarts all of them when one is lost."""
-    if TorchElasticEnvironment.detect() and cluster.world_size() > devices:
+    """Raise a ValueError under torchrun or Ray Train with several workers: when one is lost, all are restarted."""
+    if (TorchElasticEnvironment.detect() or connected()) and cluster.world_size() > devices:
+        starter = "torchrun" if TorchElasticEnvironment.detect() else "process group"
         raise ValueError(
-            f"this torchrun has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
-            f"elastic worker by its own torchrun --nnodes=1 --nproc-per-node={devices} --max-restarts=100"
+            f"this {starter} has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
+            f"elastic worker by its own torchrun --nnodes=1 --nproc-per-node={devices} --max-restarts=100, or as an "
+            "actor of its own"
         )

@@ -36,6 +36,7 @@ from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
 from lightning_decentral.shared.checkpoint import runs
+from lightning_decentral.shared.checkpoint.checkpoints import launched_by
 from lightning_decentral.shared.setup_and_step import WorkersStrategy
 
 
@@ -65,7 +66,7 @@ class OneProcess(WorkersStrategy):
             launcher.refuse_unstarted(self.elastic, self.devices, cluster, len(devices), self.num_nodes, str(method))
             self._launcher = launcher.ElasticLauncher(cluster, len(devices), 1, self.elastic)
         else:
-            super()._configure_launcher()
+            self._launcher = launched_by(self, str(method))
 
     @property
     def _starts_others(self) -> bool:

@@ -82,8 +82,10 @@ class FabricGossipStrategy(FabricWorkers):
     def worker(self) -> int:
         return self.global_rank
 
-    def setup_environment(self) -> None:
+    def place_on_hosts(self) -> None:
         place(self, max(1, self.num_processes), self.workers)
+
+    def setup_environment(self) -> None:
         super().setup_environment()
         self.member = IslandMember(self.wire, 1, self.meet)
 

@@ -143,12 +143,8 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def refuse_early(self) -> None:
+    def place_on_hosts(self) -> None:
         place(self, self.workers_per_node, self.workers)  # the topology may depend on the number of nodes
-
-    def setup_environment(self) -> None:
-        self.refuse_early()  # where no launcher has
-        super().setup_environment()
 
     def arrange(self) -> None:
         if self.wire is not None:

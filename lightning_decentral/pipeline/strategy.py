@@ -123,9 +123,11 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
-    def refuse_early(self) -> None:
+    def place_on_hosts(self) -> None:
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
+
+    def refuse_early(self) -> None:
         check_depth(self.num_stages, self.partition, self._module)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:

@@ -111,7 +111,7 @@ class WorkerGroup:
                 place = environment.main_address, environment.main_port, rank, size
             except ValueError as error:
                 raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
-            self._make_world(Meeting(*place, self.timeout, _hosted(), (strategy.num_nodes, strategy.num_processes)))
+            self._make_world(Meeting(*place, self.timeout, _hosted(), strategy.shared_layout))
         else:
             _init_dist_connection(environment, strategy.process_group_backend, **self._settings)
         if connected():
@@ -120,6 +120,7 @@ class WorkerGroup:
             self._store = STORES.PrefixStore(str(connection.add(f"meetings/{rank}", 1)), connection)
             self._board = StatusBoard(self._store, rank, size, _hosted())
             self._heartbeat = Heartbeat(self._board, self.phase)
+        strategy.arrive(self._board is None or self._board.agree(strategy.in_order, timeout=self.timeout))
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Checks that every strategy makes: its Trainer's package, its options, device and backend, and layers to refuse."""
+"""Checks that every strategy makes: its Trainer's package, its options and backend, and layers to refuse."""
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -19,18 +19,6 @@ OTHER = {
 """{module of Lightning's Strategy: (the other Lightning package, module of our strategies for that package)}"""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
-
-def own_device(strategy: Any) -> torch.device:
-    """Return the strategy's device at this process's local rank. ValueError: there is no device of that rank."""
-    devices, place = strategy.parallel_devices or [], strategy.local_rank
-    if not 0 <= place < len(devices):
-        raise ValueError(
-            f"this process has local rank {place} (LOCAL_RANK, or SLURM_LOCALID under SLURM) and was given "
-            f"devices={len(devices)}: start as many processes as devices on each host, with local ranks from 0"
-        )
-    device: torch.device = devices[place]
-    return device
 
 
 def named(strategy: Strategy) -> str:

@@ -29,7 +29,8 @@ from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.introduction import introduce
 from lightning_decentral.shared.meeting import TIMEOUT, WorkerGroup
-from lightning_decentral.shared.refusals import StartMethod, named, own_device, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.placement import Placed
+from lightning_decentral.shared.refusals import StartMethod, named, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.updates import Follows, Unchecked, Unfollowed
@@ -39,7 +40,7 @@ from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(DDPStrategy):
+class WorkersStrategy(Placed, DDPStrategy):
     """Runs Lightning's loops on several workers, which wait for each other only where the method needs it.
 
     Args:
@@ -55,7 +56,7 @@ class WorkersStrategy(DDPStrategy):
 
     checkpoints: Checkpoints  # how this method saves and resumes; the constructor of a subclass sets it
     wire: Wire | None = None  # the groups that every method needs; None before set-up, and for a single worker
-    root_device, cut_off = property(own_device), property(attrgetter("_group.cut_off"))
+    cut_off = property(attrgetter("_group.cut_off"))
     __repr__ = named
     gradient_check = Unchecked()
     followed: Follows = Unfollowed()
@@ -160,6 +161,7 @@ class WorkersStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self._launcher = launched_by(self, self._start_method)
+        self.take_placement()
 
     def setup_distributed(self) -> None:
         """Create the process group as DDPStrategy does, with an error that names missing workers."""

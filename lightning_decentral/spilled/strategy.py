@@ -16,6 +16,7 @@ from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.compute.layout import refuse_lazy
 from lightning_decentral.shared.plan.arguments import checked
 from lightning_decentral.shared.refusals import named
+from lightning_decentral.shared.wire.transport import connected, everyone
 from lightning_decentral.spilled.compute.engine import Engine
 from lightning_decentral.spilled.compute.transfer import device_of
 from lightning_decentral.spilled.compute.update import OnHost, Update, Updating
@@ -101,6 +102,11 @@ class SpilledStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
+        if connected():
+            raise ValueError(
+                f"the spilled strategy trains on one device, and this process has joined {everyone().size} workers: "
+                "start one (num_workers=1), or several runs"
+            )
         refuse_lazy(module.parameters())
         if not module.automatic_optimization:
             raise ValueError(

@@ -382,6 +382,18 @@ def test_a_name_that_differs_between_workers_is_worker_0s(tmp_path: Path) -> Non
     assert (tmp_path / "theirs.ckpt").exists()
 
 
+def test_a_worker_with_a_folder_of_its_own_writes_there(tmp_path: Path) -> None:
+    """As Ray gives one to each, from which it takes the file into its storage."""
+    worker = Worker()
+    theirs = tmp_path / "theirs" / "last.ckpt"
+    worker.broadcast = lambda obj, src=0: (str(theirs), "id", [])  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        path = saved(tmp_path, worker)
+    assert own_file(path).name == "worker-0-of-2.id.state"
+    assert not theirs.parent.exists()
+
+
 def test_what_stands_in_the_way_of_a_workers_file_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / ".workers").write_text("no folder")
     with pytest.raises(OSError, match=r"worker 0 can't write .*\.state \(Not a directory\); the checkpoint before"):

@@ -148,6 +148,8 @@ def _before_processes(trainer: Any, arguments: Any) -> None:
     if trainer is not None:
         if (backend := trainer.strategy.process_group_backend) is not None:
             refuse_backend(backend, trainer.strategy.root_device)
+        if trainer.strategy.on_host is None:
+            trainer.strategy.place_on_hosts()
         trainer.strategy.refuse_early()
 
 

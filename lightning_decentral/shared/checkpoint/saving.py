@@ -50,7 +50,9 @@ class Saving:
         if self.worker.is_global_zero:
             orphans = place.orphans(asked)
         path, identity, orphans = self.worker.broadcast((asked, uuid.uuid4().hex, orphans))
-        if path != asked:
+        if os.path.basename(path) == os.path.basename(asked):
+            path = asked  # the folder may be this worker's own: under Ray, one that its host uploads
+        else:
             warnings.warn(
                 f"the checkpoint's name differs between workers, worker 0's {path} is used: "
                 "log the values in the name with sync_dist=True",

@@ -22,7 +22,8 @@ from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.refusals import StartMethod, own_device, refuse_sync_batch_norm, refuse_unknown
+from lightning_decentral.shared.placement import Placed
+from lightning_decentral.shared.refusals import StartMethod, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
 from lightning_decentral.shared.updates import Unchecked, Unfollowed
@@ -35,7 +36,7 @@ from lightning_decentral.shared.wire.transport import Transport, Wire
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
-class FabricWorkers(DDPStrategy):
+class FabricWorkers(Placed, DDPStrategy):
     """Fabric's DDPStrategy without the DDP wrapper: models start equal, and workers communicate after each update.
 
     Args:
@@ -45,7 +46,6 @@ class FabricWorkers(DDPStrategy):
     """
 
     wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
-    root_device = property(own_device)
     gradient_check, followed = Unchecked(), Unfollowed()
     cut_off, heals, devices_per_worker = False, 0, 1
     introduction: Callable[[], Sequence[str]]  # lines printed at the first step
@@ -127,6 +127,10 @@ class FabricWorkers(DDPStrategy):
         """Begin the rounds anew from the parameters as they are now. Collective."""
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self.take_placement()
 
     def _setup_distributed(self) -> None:
         reset_seed()
