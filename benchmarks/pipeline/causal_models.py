@@ -34,7 +34,7 @@ pipeline](token-pipeline.md#which-models).
 
 ![Four slices of a sequence: each attends to itself, and to what the KV cache has of those before](images/cache.svg)
 
-**{sliced} of {all} are sliced.** *yes*: equal results; *refused*: such a call is an error; *-*: the class has no routers.
+**{sliced} of {all} are sliced.** *yes*: equal results; *refused*: such a call is an error; *-*: it has no routers.
 With eager attention a padding token on the left attends to all tokens, even later ones, and predicts the first token.
 Such calls need `sdpa`, where the class has it, or padding on the right.
 
