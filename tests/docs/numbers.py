@@ -190,7 +190,7 @@ def rehearse() -> Iterator[str]:
     assert min(near + coded + far) >= 1
     yield f"was {min(near):.1f} to {max(near):.1f} times the measured excess"
     yield f"with `int8` {min(coded):.1f} to {max(coded):.1f} times"
-    yield f"every eighth step or in streams: {min(far):.1f} to {max(far):.1f} times"
+    yield f"every eighth step or in streams it was {min(far):.1f} to {max(far):.1f} times"
     long = found["long"]
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
     yield f"took {foretold['whole']['minutes']:.1f} minutes"
