@@ -207,7 +207,7 @@ def pipelines() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     ways = {way: f"{row['over its bound']:.2f}" for way, row in result("congestion")["ways"].items()}
     yield f"took {ways['bbr']} times their bound for a step under BBR and {ways['reno']} under Reno"
-    yield "it was {} by Reno and {} by Cubic".format(
+    yield "it was {} with Reno and {} with Cubic".format(
         *(ways[f"bbr, route congctl {name}"] for name in ("reno", "cubic"))
     )
 
