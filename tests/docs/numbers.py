@@ -69,7 +69,7 @@ def scheduling() -> Iterator[str]:
     off = sorted(100 * (row["real_seconds"] / row["simulated_seconds"] - 1) for row in dummy["rows"])
     yield f"is off by {off[0]:.1f} to {off[-1]:+.1f} %"
     predicted, turns = float(ways["jigsaw"][2]) / float(ways["one after the other"][2]), float(ways["jigsaw"][3])
-    yield f"predict {predicted:.2f} times one after the other, and {turns:.2f} were measured"
+    yield f"predict a speed-up of {predicted:.2f} over one after the other; {turns:.2f} was measured"
     places = float(ways["complementary"][4])
     yield f"places gain {places - 1:.0%}".replace("%", " %")
     yield f"turns another {float(ways['jigsaw'][0]) / float(ways['complementary'][0]) - 1:.0%}".replace("%", " %")
