@@ -57,7 +57,7 @@ SETTINGS = {
     "docs/tutorial.md": ["A model of 0.94 MB"],
     "docs/trust.md": ["Over 1 % in a parameter"],
     "docs/why.md": [
-        "takes 2.4 times the mean computing time under `ddp`, 1.29 times under overlapped",  # tests/gossip/plan/test_forecast.py
+        "takes 2.4 times the mean computing time under `ddp`, 1.29 times",  # tests/gossip/plan/test_forecast.py
         "0.7, 2.0 and 3.9 % behind in loss",  # these seven are the papers'
         "At 2.4 billion it was -0.1, 0.3 and 1.1 %",
         "a Llama of 20.4 million parameters",
