@@ -81,9 +81,6 @@ class FabricCompressedStrategy(FabricWorkers):
             self._reduced.append(Reduced(module, self.wire, self, taken))
         return module
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Do nothing: gradients are averaged for each module."""
-
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         own = next((each for each in self._reduced if each.module is module), None)
         return super().accumulating(module) if own is None else own.gradients.blocked()

@@ -119,10 +119,6 @@ class FabricGossipStrategy(FabricWorkers):
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def keeps(self) -> bool:
-        return True
-
     def plan(self) -> dict[str, str]:
         fixed = {"combine": repr(self.combine), "codec": repr(self.codec), "delay": str(self.delay)}
         # A codec's estimate, or a relayed sum, belongs to one link; any other state continues on another topology.

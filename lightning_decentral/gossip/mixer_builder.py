@@ -27,6 +27,7 @@ from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout
 from lightning_decentral.shared.plan.arguments import at_least
 from lightning_decentral.shared.wire.agreement import start_from_worker_0
+from lightning_decentral.shared.wire.objects import gather_rows
 from lightning_decentral.shared.wire.transport import Wire
 
 
@@ -99,9 +100,8 @@ class MixerBuilder:
 
     def _everyone(self, row: list[int]) -> list[list[int]]:
         """Gather each worker's row. Collective; over `world`, as a worker that has ended its epoch waits on `roll`."""
-        pending, rows = self.wire.world.all_gather(torch.tensor(row, device=self.device))
-        pending.wait()
-        return [row.tolist() for row in rows]
+        rows: list[list[int]] = gather_rows(self.wire.world, torch.tensor(row, device=self.device)).tolist()
+        return rows
 
     def _mixer(self, topology: Topology, combine: Rule, codec: Codec) -> Mixer:
         plan, member, world = self.plan, self.member, self.wire.world

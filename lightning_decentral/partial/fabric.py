@@ -112,9 +112,6 @@ class FabricPartialBackpropStrategy(FabricWorkers):
         )
         return CutModule(module, self._cut)
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Do nothing: gradients are averaged segment by segment."""
-
     def _drive(self, *args: Any, **kwargs: Any) -> DepthController:
         module = self._module
         assert module is not None
@@ -171,9 +168,6 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     @property
     def keeps(self) -> bool:
         return True
-
-    def plan(self) -> dict[str, str]:
-        return {}
 
     def progress_state(self) -> dict[str, Any]:
         return {"step": self._step, **({} if self.driver is None else remembered(self.driver, self.cuts))}

@@ -11,6 +11,7 @@ import torch
 from lightning_decentral.planner.plan.probes import Point, Probe, fit
 from lightning_decentral.shared.compute.hardware import duration
 from lightning_decentral.shared.plan.profile import LinkCost
+from lightning_decentral.shared.wire.objects import gather_rows
 from lightning_decentral.shared.wire.transport import Message, Transport, Wire
 
 WARM_UP = 1
@@ -119,9 +120,8 @@ class NetworkMeter:
             # A barrier, so that a late worker doesn't add to the seconds of the others.
             self.wire.flags.all_reduce(torch.zeros(1)).wait()
             own.append(duration(call, self.device) if call else 0.0)
-        pending, rows = self.wire.flags.all_gather(torch.tensor(own[WARM_UP:], dtype=torch.float64))
-        pending.wait()
-        return float(torch.stack(rows).amax(0).quantile(0.5))
+        rows = gather_rows(self.wire.flags, torch.tensor(own[WARM_UP:], dtype=torch.float64))
+        return float(rows.amax(0).quantile(0.5))
 
     def links(self, leaders: Sequence[int]) -> list[list[tuple[float, float]]]:
         """[i][j] -> (latency in seconds, bytes per second) of messages in both directions between these workers, pair

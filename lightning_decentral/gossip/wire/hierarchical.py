@@ -21,6 +21,7 @@ from lightning_decentral.shared.wire.averaging.gradient_average import GradientA
 from lightning_decentral.shared.wire.averaging.residuals import scale_of
 from lightning_decentral.shared.wire.compressed_mean import mean_by
 from lightning_decentral.shared.wire.meeting.comparison import TrainedLayout
+from lightning_decentral.shared.wire.objects import gather_rows
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
@@ -134,9 +135,7 @@ class AtLanding:
         except Sick as found:
             part, sick = found.mixed, found
         mine = torch.tensor([-1 if sick is None else sick.round], device=part.device)
-        pending, rows = inside.all_gather(mine)
-        pending.wait()
-        rounds = [int(round) for round in rows]
+        rounds = gather_rows(inside, mine)[:, 0].tolist()
         place = max(range(inside.size), key=rounds.__getitem__)
         if rounds[place] < 0:
             return part, None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_decentral.gossip.wire.island_member import InPlace, Mean, Meet, Several, inside
 from lightning_decentral.shared.compute.buckets import Bucket, pack
-from lightning_decentral.shared.compute.layout import is_row_major
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.compute.layout import is_row_major, same
 from lightning_decentral.shared.wire.fsdp import ShardBucket, Sharded, is_sharded, like, local
 from lightning_decentral.shared.wire.mean import mean
 from lightning_decentral.shared.wire.pending import Pending

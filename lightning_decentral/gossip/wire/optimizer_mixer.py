@@ -13,8 +13,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.shared.compute.buckets import Bucket, dealt, with_tail
-from lightning_decentral.shared.compute.layout import orders, refuse_reordered
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.compute.layout import orders, refuse_reordered, same
 from lightning_decentral.shared.wire.fsdp import local
 
 

@@ -24,7 +24,7 @@ from lightning_decentral.gossip.wire.exchange import Traffic
 from lightning_decentral.gossip.wire.making import Mixed, MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.compute.layout import same
 from lightning_decentral.shared.wire.transport import Transport
 
 

@@ -7,9 +7,10 @@ from torch import nn
 
 from lightning_decentral.partial.compute.cut import Judged, Verdict
 from lightning_decentral.partial.compute.trial import Decide, Trial, by_itself, trial_copy, untouched
-from lightning_decentral.partial.plan.cost import Balance, partition
+from lightning_decentral.partial.plan.cost import Balance
 from lightning_decentral.shared.compute.block_cost import Run, parameter_bytes
 from lightning_decentral.shared.compute.modules import BlockSequence, candidates, uncompiled
+from lightning_decentral.shared.plan.linear_partition import balanced_partition
 from lightning_decentral.shared.plan.profile import BlockCost
 
 Cuts = str | int | Sequence[str]
@@ -124,7 +125,7 @@ def _cut_chain(trial: Trial, chain: BlockSequence, number: int | None, balance: 
     if pieces > len(costs):
         plan(trial, list(chain.names[1:2]))  # raises first if the chain can't be cut at all
         raise TooFewBlocks(f"{number} cuts need {pieces} blocks, there are {len(costs)} ({chain}): give fewer cuts")
-    starts = partition([balance.of(cost) for cost in costs], pieces)
+    _, *starts, _ = balanced_partition([balance.of(cost) for cost in costs], pieces)
     return replace(plan(trial, [chain.names[start] for start in starts]), chain=chain)
 
 

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
 from lightning_decentral.shared.plan.profile import BlockCost
 
 
@@ -74,13 +73,3 @@ class Parameters(Balance):
 
     def of(self, cost: BlockCost) -> float:
         return float(cost.parameter_bytes)
-
-
-def partition(sizes: Sequence[float], pieces: int) -> list[int]:
-    """Starts of the second to last of `pieces` contiguous, non-empty pieces whose largest sum is as small as possible.
-
-    Among equally good cuts, the least sum of squares."""
-    # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.
-    at = linear_partition(piece_sums(sizes) ** 2, pieces)
-    assert at is not None  # callers have as many blocks
-    return list(at[1:-1])

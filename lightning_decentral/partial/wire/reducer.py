@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_decentral.shared.compute.buckets import bucket_bytes_of, chunked
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.compute.layout import same
 from lightning_decentral.shared.wire.gradients import Average, GradientBucket, Launcher, flag, pack, used
 from lightning_decentral.shared.wire.transport import Transport, of_all
 

@@ -37,7 +37,7 @@ from lightning_decentral.pipeline.wire.executor import Clock
 from lightning_decentral.pipeline.wire.stage_runner import StageRunner
 from lightning_decentral.shared.compute import cuda
 from lightning_decentral.shared.plan.timeline import makespan, run
-from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects, gather_rows
 from lightning_decentral.shared.wire.transport import Transport
 
 ROUNDS = 3
@@ -203,9 +203,7 @@ class SlicePlanner:
             # The first pipeline's call decides: others may be longer or shorter, but all must measure in the same step.
             batch, longest, masked = call.inputs.shape[0], length, int(call.attention_mask is not None)
             if world is not None and world.size > pipe.size:
-                pending, rows = world.all_gather(torch.tensor((batch, longest, masked)))
-                pending.wait()
-                batch, longest, masked = rows[0].tolist()
+                batch, longest, masked = gather_rows(world, torch.tensor((batch, longest, masked)))[0].tolist()
             if batch != self._measured[0] or longest > self._measured[1] or masked > self._measured[2]:
                 cost = profile(pipe, call)
                 # The first pipeline's lengths, so that a length has one plan.

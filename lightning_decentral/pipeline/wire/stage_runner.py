@@ -15,7 +15,7 @@ from lightning_decentral.pipeline.compute.weight_grad import SplitWeights
 from lightning_decentral.pipeline.plan.schedule import Action, Kind, Posts, Schedule, in_step, two_ahead
 from lightning_decentral.pipeline.wire.executor import Boundary, Channel, Clock, Edges, Executor, LossOf, joined
 from lightning_decentral.shared.compute.modules import evaluating
-from lightning_decentral.shared.wire.objects import gather_objects
+from lightning_decentral.shared.wire.objects import gather_objects, gather_rows
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 T = TypeVar("T")
@@ -189,11 +189,7 @@ def checksum(inputs: Sequence[Tensor]) -> float:
 
 def rows_of(row: Tensor, over: Transport | None) -> Tensor:  # (n,)
     """Gather every stage's row on its device: [stages, n]. Collective."""
-    if over is None:
-        return row[None]
-    pending, rows = over.all_gather(row)
-    pending.wait()
-    return torch.stack(rows)
+    return row[None] if over is None else gather_rows(over, row)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

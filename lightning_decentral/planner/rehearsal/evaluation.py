@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_decentral.planner.rehearsal.loop_settings import loss_of
-from lightning_decentral.planner.rehearsal.turns import CPU, generators, map_on_threads, same, set_generators
+from lightning_decentral.planner.rehearsal.turns import CPU, map_on_threads, same
 from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
+from lightning_decentral.shared.compute.worker_state import random_state, set_random_state
 
 BATCHES = 16  # Number of batches, the first ones of the validation data.
 PAIRED = 4  # Batches for differences of losses: fewer are enough, as both losses are on the same ones.
@@ -38,7 +39,7 @@ class HeldOutEvaluation:
 
     def loss(self, modules: Sequence[LightningModule], batches: int = BATCHES) -> float:
         """Loss of these workers' mean on so many batches. Random numbers are drawn from the same seed each time."""
-        before = generators(self._device)
+        before = random_state()
         with self._validating(modules[0]), torch.no_grad():
             rows, of_one = [module.state_dict().values() for module in modules], carried(self._module)
             for (name, own), *others in zip(self._module.state_dict().items(), *rows, strict=True):
@@ -50,7 +51,7 @@ class HeldOutEvaluation:
             if losses is None:
                 _seed()
                 losses = _losses(self._module, some)
-        set_generators(before, self._device)
+        set_random_state(before)
         return sum(losses) / len(losses)
 
     @contextmanager
@@ -88,9 +89,9 @@ class HeldOutEvaluation:
         """Losses computed on threads; None, now and later, if a step drew random numbers: threads share a generator."""
         each = [self._module, *self._copies]
         _seed()
-        seeded = generators(self._device)
+        seeded = random_state()
         rows = map_on_threads(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
-        if not same(seeded, generators(self._device)):
+        if not same(seeded, random_state()):
             self._copies, self._threads = [], 1
             return None
         return [loss for row in zip_longest(*rows) for loss in row if loss is not None]

@@ -9,7 +9,6 @@ share of a host. Results equal those of one worker with as many threads: MKL's b
 threads share the host's random generator, so steps that draw from it are computed one after the other.
 `jobs.threads_ratio` finds out whether threads are faster."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,11 +17,11 @@ from math import inf
 from threading import Barrier, Condition, Semaphore, get_ident, local
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_decentral.shared.compute import cuda
+from lightning_decentral.shared.compute.worker_state import random_state, set_random_state
 from lightning_decentral.shared.wire.in_process import ThreadTurn
 
 CPU = torch.device("cpu")
@@ -33,26 +32,11 @@ class Ended(BaseException):
     """Raised in a worker's thread when no further steps are requested, to end its Trainer."""
 
 
-def generators(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the CPU's random number generators, and of the device's if it isn't the CPU."""
-    of_device = cuda.random_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), np.random.get_state(), random.getstate(), of_device
-
-
-def set_generators(states: tuple[Any, ...], device: torch.device) -> None:
-    """Restore the random number generators' states that `generators` returned."""
-    of_torch, of_numpy, of_python, of_device = states
-    torch.set_rng_state(of_torch)
-    np.random.set_state(of_numpy)
-    random.setstate(of_python)
-    if of_device is not None:
-        cuda.set_random_state(of_device, device)
-
-
-def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Return whether no random number was drawn between two states of the CPU's generators."""
-    (torch_a, (_, keys_a, *rest_a), *others_a), (torch_b, (_, keys_b, *rest_b), *others_b) = a, b
-    return torch.equal(torch_a, torch_b) and np.array_equal(keys_a, keys_b) and (rest_a, others_a) == (rest_b, others_b)
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether no random number was drawn on the host between two states of the generators."""
+    (keys_a, *rest_a), (keys_b, *rest_b) = a["numpy"], b["numpy"]
+    equal = torch.equal(a["torch"], b["torch"]) and torch.equal(keys_a, keys_b)
+    return equal and (rest_a, a["python"]) == (rest_b, b["python"])
 
 
 class OwnTurn(ThreadTurn):
@@ -60,7 +44,9 @@ class OwnTurn(ThreadTurn):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self._first, self._own = device, generators(device), local()
+        if device.type == "cuda":
+            cuda.synchronize(device)  # starts CUDA: from here on its generators have states
+        self._first, self._own = random_state(), local()
 
     def is_of(self, rank: int) -> None:
         """Register the current thread as the thread of worker `rank`."""
@@ -68,11 +54,11 @@ class OwnTurn(ThreadTurn):
 
     def __enter__(self) -> None:
         super().__enter__()
-        set_generators(self._own.states, self._device)
+        set_random_state(self._own.states)
         rank_zero_only.rank = self._own.rank  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
-        self._own.states = generators(self._device)
+        self._own.states = random_state()
         super().__exit__()
 
     @contextmanager
@@ -87,11 +73,11 @@ class OwnTurn(ThreadTurn):
     @contextmanager
     def of_workers(self) -> Iterator[None]:
         """Give workers turns meanwhile; afterwards restore the caller's random number generators and rank."""
-        states, rank = generators(self._device), getattr(rank_zero_only, "rank", 0)
+        states, rank = random_state(), getattr(rank_zero_only, "rank", 0)
         try:
             yield
         finally:
-            set_generators(states, self._device)
+            set_random_state(states)
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
@@ -204,10 +190,10 @@ class Abreast(Way):
         return threads_each(self._share)
 
     def _begin(self) -> None:
-        self._before, self._step = generators(CPU), self._step + 1
+        self._before, self._step = random_state(), self._step + 1
 
     def _compare(self) -> None:
-        if not same(self._before, generators(CPU)):
+        if not same(self._before, random_state()):
             raise ValueError(
                 f"{self._name} drew random numbers in step {self._step}, where workers have threads: give threads=1 "
                 "(--threads 1)"

@@ -2,12 +2,10 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,8 +98,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes.items():
             part.training = training
-
-
-def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether both sequences have the same objects in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))  # hashes would run Python code

@@ -83,9 +83,8 @@ class FabricWorkers(DDPStrategy):
 
     # ---- what a method adds -----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def adopt(self, optimizer: Optimizer) -> None:
-        """Build the method's parts for an optimizer, where there is more than one worker. Collective."""
+        """Build the method's parts for an optimizer, if it has any, where there is more than one worker. Collective."""
 
     @abstractmethod
     def advance(self, optimizer: Optimizer) -> None:
@@ -103,13 +102,13 @@ class FabricWorkers(DDPStrategy):
         return nullcontext()
 
     @property
-    @abstractmethod
     def keeps(self) -> bool:
         """Return whether a worker has state that no other worker has, and that exact resuming needs."""
+        return self.drifts
 
-    @abstractmethod
     def plan(self) -> dict[str, str]:
         """Return, as text, the settings that a run must share with the run that it resumes."""
+        return {}
 
     def changeable(self) -> dict[str, str]:
         """Return, as text, the settings that may differ from those of the run that is resumed."""

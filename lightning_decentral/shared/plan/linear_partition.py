@@ -23,6 +23,15 @@ def piece_sums(sizes: Sequence[float]) -> Costs:
     return costs
 
 
+def balanced_partition(sizes: Sequence[float], pieces: int) -> tuple[int, ...]:
+    """Return boundaries 0, .., n of at most n non-empty pieces whose largest sum is as small as possible; among equally
+    good partitions, with the least sum of squares."""
+    # Squared, as plain sums have the same total for all partitions and couldn't decide between equals.
+    at = linear_partition(piece_sums(sizes) ** 2, pieces)
+    assert at is not None  # callers have as many blocks
+    return at
+
+
 def linear_partition(costs: Costs, pieces: int) -> tuple[int, ...] | None:
     """Return boundaries 0, .., n of exactly `pieces` pieces with the smallest largest cost; None where there are none.
     Of equal partitions it takes that with the least sum of costs, then with the earliest last boundaries. `costs`:

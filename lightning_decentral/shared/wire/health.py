@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_decentral.shared.compute.health import FACTOR, extremes, scale, sound
 from lightning_decentral.shared.compute.worker_state import fingerprint
 from lightning_decentral.shared.wire.fsdp import local
+from lightning_decentral.shared.wire.objects import gather_rows
 from lightning_decentral.shared.wire.transport import Transport
 
 Mean = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -74,9 +75,8 @@ def ailing(
                 row.copy_(extremes(_others(local(tensor.detach()), known)))
     if not rows:
         return {}
-    pending, gathered = over.all_gather(torch.stack([row.to(rows[0].device) for row in rows]))
-    pending.wait()
-    low, high = torch.stack(list(gathered)).cpu().unbind(-1)  # [workers x devices, tensors]
+    gathered = gather_rows(over, torch.stack([row.to(rows[0].device) for row in rows]))
+    low, high = gathered.cpu().unbind(-1)  # [workers x devices, tensors]
     masked = ((low == -torch.inf) & (high < torch.inf)) | (low == torch.inf)
     masks = masked & (2 * masked.sum(0) > (~high.isnan()).sum(0))
     scales = torch.maximum(-low, high).masked_fill(masks, 0.0)  # [workers x devices, tensors]

@@ -28,7 +28,7 @@ def gather_objects(over: Transport, value: Any) -> list[Any]:
     own = torch.zeros(max(s.head + s.payload for s in sizes), dtype=torch.uint8)  # rows as long as the longest head
     own[: sizes[over.rank].head + sizes[over.rank].payload] = torch.cat([_tensor(mine.head), *mine.payload])
     found = []
-    for row, size in zip(_rows(over, own), sizes, strict=True):
+    for row, size in zip(gather_rows(over, own.to(_place(over))).cpu(), sizes, strict=True):
         head, rest = _data(row[: size.head]), row[size.head : size.head + size.payload]
         # Copies, as bytes within a row aren't aligned.
         found.append(unpack(Serialized(head, [part.clone() for part in rest.split(lengths(head))])))
@@ -79,7 +79,7 @@ def _packed(value: Any, rank: int) -> tuple[Serialized, Sizes]:
 def _everyones(over: Transport, value: Any) -> tuple[Serialized, list[Sizes]]:
     """Return (this worker's serialized value, the sizes of all workers'). NotPlain on all, where one can't be sent."""
     mine, own = _packed(value, over.rank)
-    sizes = [Sizes(*row.tolist()) for row in _rows(over, torch.tensor(own))]
+    sizes = [Sizes(*row) for row in gather_rows(over, torch.tensor(own).to(_place(over))).tolist()]
     if any(s.refused for s in sizes):
         reasons = gather_objects(over, mine.head.decode() if own.refused else "")
         raise NotPlain(next(filter(None, reasons)))
@@ -96,8 +96,10 @@ def _receive(over: Transport, source: int, head_bytes: int) -> Serialized:
     return Serialized(head, [receive(n, tag) for tag, n in enumerate(lengths(head), HEAD + 1)])
 
 
-def gather_rows(over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any]) -> Tensor:
-    """Gather every worker's tensor, [size, ...]; `meet` runs the call that waits for the others."""
+def gather_rows(
+    over: Transport, tensor: Tensor, meet: Callable[[Callable[[], None]], Any] = lambda wait: wait()
+) -> Tensor:
+    """Gather every worker's tensor, [size, ...]. Collective; `meet` runs the call that waits for the others."""
     pending, rows = over.all_gather(tensor.detach().contiguous())
     meet(pending.wait)
     return torch.stack(rows)
@@ -128,12 +130,6 @@ def reduce_alike(
         kind = f"{op}, {tensor.dtype} {list(tensor.shape)}"
         check_same_call(everyone(), f"a reduction ({kind}; {phase().split()[0]})")
     return reduce(tensor, group, op)
-
-
-def _rows(over: Transport, row: Tensor) -> list[Tensor]:
-    pending, rows = over.all_gather(row.to(_place(over)))
-    pending.wait()
-    return [found.cpu() for found in rows]
 
 
 def _sent(over: Transport, tensor: Tensor, source: int) -> Tensor:

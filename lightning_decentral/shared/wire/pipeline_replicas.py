@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.shared.compute.codec.blocks import real
 from lightning_decentral.shared.compute.codec.codec import Codec, Plain
-from lightning_decentral.shared.compute.modules import same
+from lightning_decentral.shared.compute.layout import same
 from lightning_decentral.shared.plan.arguments import ChoosesStrategy, checked
 from lightning_decentral.shared.wire.averaging.equal_replicas import EqualReplicas
 from lightning_decentral.shared.wire.averaging.residuals import scale_of

@@ -40,7 +40,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_decentral.shared.plan.arguments import text_of
-from lightning_decentral.shared.plan.linear_partition import linear_partition, piece_sums
+from lightning_decentral.shared.plan.linear_partition import balanced_partition
 from lightning_decentral.shared.plan.profile import BlockCost, Model, read
 from lightning_decentral.sweep.plan.dispatch import Queue, WorkPiece, refuse_one_name_for_two
 from lightning_decentral.sweep.plan.gangs import Gang, of_depths
@@ -220,9 +220,7 @@ def split(blocks: Sequence[BlockCost], shards: int) -> list[list[BlockCost]]:
     ValueError: more shards than blocks."""
     if shards > len(blocks):
         raise ValueError(f"{shards} shards need as many blocks, the profile has {len(blocks)}: give fewer shards")
-    # Squared, as plain sums have the same total for all cuts and couldn't decide between equals.
-    at = linear_partition(piece_sums([block.parameter_bytes for block in blocks]) ** 2, shards)
-    assert at is not None  # there are as many blocks
+    at = balanced_partition([block.parameter_bytes for block in blocks], shards)
     return [list(blocks[start:end]) for start, end in pairwise(at)]
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_decentral.partial import Blocks, Parameters, SavedBytes, Seconds
-from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction, partition
+from lightning_decentral.partial.plan.cost import compute_fraction, memory_fraction
+from lightning_decentral.shared.plan.linear_partition import balanced_partition
 from lightning_decentral.shared.plan.profile import BlockCost
 
 
@@ -30,7 +31,7 @@ def test_partition_is_the_best(sizes: list[float], pieces: int) -> None:
         return max(sum(sizes[a:b]) for a, b in itertools.pairwise(bounds))
 
     best = min(map(largest, itertools.combinations(range(1, len(sizes)), pieces - 1)))
-    starts = partition(sizes, pieces)
+    _, *starts, _ = balanced_partition(sizes, pieces)
     assert len(starts) == pieces - 1
     assert starts == sorted(set(starts))
     assert largest(tuple(starts)) == best
