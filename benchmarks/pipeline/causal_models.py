@@ -27,16 +27,16 @@ COMPLETED = {
 
 HEAD = """# Causal models that are sliced
 
-Results for a small copy of each class of `transformers` {version}, with the class's default configuration, by
-`python benchmarks/pipeline.py causal_models`. At set-up the same is done with the configuration of your model, which
-decides. A copy of few layers and small widths must have the same loss and gradients cut in three stages and three
-slices as whole, in float64. See [the token pipeline](token-pipeline.md#which-models).
+`python benchmarks/pipeline.py causal_models` tests a small model of each class of `transformers` {version}, with the
+class's default configuration. It must have the same loss and gradients in three stages and three slices as whole, in
+float64. At set-up the same test with your model's configuration decides. See [the token
+pipeline](token-pipeline.md#which-models).
 
 ![Four slices of a sequence: each attends to itself, and to what the KV cache has of those before](images/cache.svg)
 
-**{sliced} of {all} are sliced.** *yes*: the same; *refused*: a call of this kind is an error; *-*: there are no
-routers. With eager attention a padding token on the left attends to everything, those after it too, and
-predicts the first token. Such calls need `sdpa`, where the class has it, or padding on the right.
+**{sliced} of {all} are sliced.** *yes*: equal results; *refused*: such a call is an error; *-*: it has no routers.
+With eager attention a padding token on the left attends to all tokens, even later ones, and predicts the first token.
+Such calls need `sdpa`, where the class has it, or padding on the right.
 
 | attention | padding left | packed sequences | router loss | classes |
 | --- | --- | --- | --- | --- |"""

@@ -69,7 +69,7 @@ def scheduling() -> Iterator[str]:
     off = sorted(100 * (row["real_seconds"] / row["simulated_seconds"] - 1) for row in dummy["rows"])
     yield f"is off by {off[0]:.1f} to {off[-1]:+.1f} %"
     predicted, turns = float(ways["jigsaw"][2]) / float(ways["one after the other"][2]), float(ways["jigsaw"][3])
-    yield f"predict {predicted:.2f} times one after the other, and {turns:.2f} were measured"
+    yield f"predict a speed-up of {predicted:.2f} over one after the other; {turns:.2f} was measured"
     places = float(ways["complementary"][4])
     yield f"places gain {places - 1:.0%}".replace("%", " %")
     yield f"turns another {float(ways['jigsaw'][0]) / float(ways['complementary'][0]) - 1:.0%}".replace("%", " %")
@@ -190,7 +190,7 @@ def rehearse() -> Iterator[str]:
     assert min(near + coded + far) >= 1
     yield f"was {min(near):.1f} to {max(near):.1f} times the measured excess"
     yield f"with `int8` {min(coded):.1f} to {max(coded):.1f} times"
-    yield f"every eighth step or in streams: {min(far):.1f} to {max(far):.1f} times"
+    yield f"every eighth step or in streams it was {min(far):.1f} to {max(far):.1f} times"
     long = found["long"]
     yield f"where a step takes 25 ms or more in {long['step_seconds_within']} of {long['values']}"
     yield f"took {foretold['whole']['minutes']:.1f} minutes"
@@ -207,7 +207,7 @@ def pipelines() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     ways = {way: f"{row['over its bound']:.2f}" for way, row in result("congestion")["ways"].items()}
     yield f"took {ways['bbr']} times their bound for a step under BBR and {ways['reno']} under Reno"
-    yield "it was {} by Reno and {} by Cubic".format(
+    yield "it was {} with Reno and {} with Cubic".format(
         *(ways[f"bbr, route congctl {name}"] for name in ("reno", "cubic"))
     )
 

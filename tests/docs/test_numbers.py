@@ -23,7 +23,7 @@ SETTINGS = {
         "The factor 0.2 sqrt(max side)",
         "and a momentum of 0.95",
         "a momentum of 0.9 and `Int8`",
-        "from 0.8 to 0.95 against the momentum that is best",
+        "a momentum from 0.8 to 0.95 with the best constant one",
         "(0.9, 0.999) become (0.656, 0.996). Left at 0.9",  # betas to the fourth power
     ],
     "docs/outer-rounds.md": ["0.1 is the first tenth"],
@@ -58,7 +58,7 @@ SETTINGS = {
     "docs/tutorial.md": ["A model of 0.94 MB"],
     "docs/trust.md": ["Over 1 % in a parameter"],
     "docs/why.md": [
-        "takes 2.4 times the mean computation; overlapped gossip takes 1.29",  # tests/gossip/plan/test_forecast.py
+        "takes 2.4 times the mean computing time under `ddp`, 1.29 times",  # tests/gossip/plan/test_forecast.py
         "0.7, 2.0 and 3.9 % behind in loss",  # these seven are the papers'
         "At 2.4 billion it was -0.1, 0.3 and 1.1 %",
         "a Llama of 20.4 million parameters",
