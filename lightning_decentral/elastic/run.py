@@ -5,10 +5,10 @@ all workers is the mean of all of them, and what Lightning does on rank 0 is don
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -32,11 +32,11 @@ from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.mixer_builder import check_numbers
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
-from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout, described
@@ -53,6 +53,8 @@ class ElasticRun(WatchedProcess):
     _joining: Joining
     batches = 1  # number of batches that the devices of this worker take in a step
     part = 0  # index of this device's part of the model among the worker's parts
+    states: Mapping[str, Travel] = MappingProxyType({})  # optimizer states that travel with the parameters
+    exact_steps = 0.0  # number of first steps after which all members are averaged instead
 
     def plan_rounds(
         self,
@@ -66,7 +68,7 @@ class ElasticRun(WatchedProcess):
         heals: int,
     ) -> None:
         """Keep the constructor's values. ValueError for a value that elastic runs don't support; the error names it."""
-        check_numbers(delay, heals, bucket_bytes)
+        check_numbers(delay, heals, bucket_bytes, self.exact_steps)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
         self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
@@ -144,7 +146,7 @@ class ElasticRun(WatchedProcess):
         self._member, self._early = self._early or self.comes(), None
         votes = self._committed and self._member.leads
         commits = Commits(self._member.worker, self._group.timeout.total_seconds()) if votes else None
-        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
+        plan = self.topology.placed(1), self.weights, self._member, self.codec
         self._exchanges = Exchanges(*plan, self.elastic.asynchronous, commits)
         self._held = self.holding(self._member)
         value = self._member.healed()
@@ -175,15 +177,8 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
 
     def _making(self) -> MixerFactory:
-        def mixers() -> list[Mixer]:
-            rule, exchanges = self._committed or self.combine, self._exchanges.each if self._exchanges else []
-            made = [self._held.mixer(rule, each, self.delay) for each in exchanges]
-            for mixer in made:
-                mixer.healing = self._held.healing(self.heals, self._module)
-            return made
-
-        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return MixerFactory(mixers, pack, known=self.model_layout, meet=loops.refuse_others)
+        assert self._exchanges is not None
+        return self._exchanges.making(self, self._held, self._committed or self.combine)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +213,8 @@ class ElasticRun(WatchedProcess):
             loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
                 self._given.take(self._module, state)
-            if "anchors" in state:
-                self._begin_at(state["anchors"])
+            if "rounds" in state:
+                self._begin_at(state["rounds"])
 
     def _begin_at(self, rule: dict[str, Any]) -> None:
         if self._held.mixes and self._exchanges and self._member:
@@ -236,8 +231,8 @@ class ElasticRun(WatchedProcess):
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # else it would pass on a history with gaps
         found = {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
-        if self._committed and self._exchanges and self._held.mixes:
-            found["anchors"] = self._exchanges.rule(self._mixers)
+        if (self._committed or self.states or self.exact_steps) and self._exchanges and self._held.mixes:
+            found["rounds"] = self._exchanges.rule(self._mixers)
         return found
 
     def on_train_start(self) -> None:
@@ -278,7 +273,8 @@ class ElasticRun(WatchedProcess):
         if self._held.mixes:
             self._mixers.follow([optimizer])
             for mixed in self._mixers.of(optimizer):
-                mixed.mixer.round = self._member.round
+                for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
+                    mixer.round, mixer.steps = self._member.round, self._member.steps
             self._mixers.step(optimizer)
         self._held.mixed(parameters_of(optimizer))
         assert self._late is not None

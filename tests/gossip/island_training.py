@@ -23,7 +23,19 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Gossip, Solo
+from lightning_decentral.gossip import (
+    AllReduce,
+    Complete,
+    Elastic,
+    ElasticGossipStrategy,
+    Every,
+    FullyShard,
+    Gossip,
+    Int4,
+    PseudoGradient,
+    Solo,
+    Travel,
+)
 from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.elastic.weighted_training import Net
@@ -36,10 +48,20 @@ POISONED, WHERE = 3, "a1"
 """The step in which it is, and the device."""
 ISLANDS = {str(island): island for island in (Solo(), AllReduce(2), FullyShard(2))}
 AVERAGED = {"topology": Complete(), "delay": 0}
+H = 2
+COMMITTED = {"topology": Every(H, Complete()), "combine": PseudoGradient(lr=0.8, momentum=0.5)}
+EXACT, TRAVELS = 5, {"momentum_buffer": Travel()}
 ROUNDS: dict[str, dict[str, Any]] = {
     "averaged": AVERAGED,
     "poisoned": AVERAGED,
     "delayed": {},
+    "committed": COMMITTED,
+    "accumulated": COMMITTED,
+    "four bits": {**COMMITTED, "codec": Int4()},
+    "exact": {**COMMITTED, "exact_steps": EXACT},
+    "all exact": {"exact_steps": 1000},
+    "travelling": {**AVERAGED, "states": TRAVELS},
+    "travelling, committed": {**COMMITTED, "states": TRAVELS},
     "written": {"evaluate": "own", "combine": Gossip(rate=0.4)},
 }
 WRITTEN = 0.125
@@ -62,6 +84,18 @@ class Deep(Net):
         self.log("error", (self.net(x) - y).square().mean(), sync_dist=True)
 
     val_dataloader = Net.train_dataloader
+
+
+def rule_of(strategy: Any) -> str:
+    """Digest of what the first device keeps of rounds: anchors, momenta, and the checksum of the decisions."""
+    states = [dict(state) for each in strategy._mixers for state in each.mixer._states]
+    return digest([states, [exchange.chain for exchange in strategy._exchanges.each]])
+
+
+def buffers_of(optimizer: Any) -> list[float]:
+    """Of a device that has whole ones."""
+    found = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [x for tensor in found for x in local(tensor).flatten().tolist()]
 
 
 def flat(module: nn.Module) -> list[float]:
@@ -96,6 +130,8 @@ class Record(Callback):
             "weight": flat(module),
             "taken": batch[0].tolist(),
             "healed": strategy.traffic().healed,
+            "rule": rule_of(strategy),
+            "buffers": buffers_of(trainer.optimizers[0]),
             "apart": strategy.consensus().absolute if trainer.global_step < 3 else None,
         }
         with self._file.open("a") as stream:
@@ -185,6 +221,7 @@ def main(
         strategy=strategy,
         devices=ISLANDS[island].devices,
         max_epochs=epochs,
+        accumulate_grad_batches=2 if rounds == "accumulated" else 1,
         callbacks=[record, saving, *edits, *([] if dies == "-" else [Slowly(folder)])],
     )
     module = Deep()
