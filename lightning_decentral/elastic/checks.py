@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_decentral.elastic import loops
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
@@ -18,6 +19,7 @@ from lightning_decentral.gossip.mixer_builder import check_states
 from lightning_decentral.gossip.plan.checks import check_equals
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
@@ -87,6 +89,19 @@ def refuse_extras(strategy: Any) -> None:
         )
     for size in _sizes(elastic.workers[1]):
         check_states(strategy, strategy.topology.placed(1), size)
+
+
+def refuse_manual(trainer: Trainer, follows_steps: bool) -> None:
+    """Raise ValueError for manual optimization where rounds follow the Trainer's steps."""
+    if loops.manual(trainer) and follows_steps:
+        raise ValueError("elastic workers of several devices, and asynchronous rounds, need automatic optimization")
+
+
+def refuse_overlap(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError if two optimizers train one parameter, which would be mixed twice in a round."""
+    every = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    if len(set(every)) < len(every):
+        raise ValueError("elastic rounds mix each parameter once: give every parameter to one optimizer alone")
 
 
 def _sizes(most: int) -> list[int]:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic import loops
 from lightning_decentral.elastic.compute.gathered import means_of_sound
-from lightning_decentral.elastic.plan.asynchronous import Asynchronous
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
@@ -23,9 +22,8 @@ from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.sockets.frames import raw_bytes
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import sound_alone
-from lightning_decentral.gossip.compute.travel import Travel, pack_states
+from lightning_decentral.gossip.compute.travel import pack_states
 from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.making import MixerFactory, StateMixer
 from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import OptimizerMixer
@@ -44,64 +42,49 @@ class Making(MixerFactory):
 
 
 class Exchanges:
-    """All exchanges of a member. `commits`: the member's votes; None: rounds aren't committed."""
+    """All exchanges of a member, as an elastic run's strategy wants them. `commits`: its votes; None: rounds aren't
+    committed."""
 
-    def __init__(
-        self,
-        topology: Topology,  # of one worker per node
-        weights: Weights,
-        worker: Participant,
-        codec: Codec,
-        order: Asynchronous | None,
-        commits: Commits | None,
-    ) -> None:
-        self._plan, self._member, self._commits = (topology, weights, codec, order), worker, commits
+    def __init__(self, run: Any, member: Participant, commits: Commits | None) -> None:
+        self._run, self._member, self._commits = run, member, commits
+        self._topology: Topology = run.topology.placed(1)  # of one worker per node
         self._entered = False
         self.each: list[ElasticExchange] = []
 
-    def making(self, run: Any, held: Holding, rule: Combine) -> Making:
-        """Return the factory of the mixers of an elastic run's strategy."""
+    def making(self, held: Holding, rule: Combine) -> Making:
+        """Return the factory of the member's mixers."""
+        run = self._run
 
-        def made(rule: Combine, exchange: ElasticExchange) -> Mixer:
-            mixer = held.mixer(rule, exchange, run.delay)
-            mixer.healing = held.healing(run.heals, run._module)
-            return mixer
+        def mixer(rule: Combine, exchange: ElasticExchange) -> Mixer:
+            made = held.mixer(rule, exchange, run.delay)
+            made.healing = held.healing(run.heals, run._module)
+            return made
 
         def mixers() -> list[Mixer]:
-            return [made(rule, self._made(part, self._plan[2], self._commits)) for part in self._plan[0].fragments]
+            return [mixer(rule, self._made(part, run.codec, self._commits)) for part in self._topology.fragments]
 
         def states(optimizer: Optimizer) -> list[StateMixer]:
-            return [
-                StateMixer(optimizer, name, made(travel.combine, self._beside(travel)), pack_state, self._everyone)
-                for name, travel in run.states.items()
-            ]
+            # Their rounds aren't committed, as each member keeps states of its own.
+            made = {n: self._made(t.along(self._topology), t.codec, None) for n, t in run.states.items()}
+            own = {name: mixer(run.states[name].combine, exchange) for name, exchange in made.items()}
+            everyone = partial(self._member.meet, made=list)
+            return [StateMixer(optimizer, name, mixer, pack_state, everyone) for name, mixer in own.items()]
 
         def pack_state(optimizer: Optimizer, name: str, chosen: Mapping[nn.Parameter, int]) -> list[Bucket]:
             run.model_layout.restore(chosen)
             return pack_states(optimizer, name, chosen, run.bucket_bytes, 1)
 
-        pack = partial(held.pack, bucket_bytes=run.bucket_bytes)
-        exact = int(run.exact_steps), self._mean
-        return Making(mixers, pack, states, *exact, known=run.model_layout, meet=loops.refuse_others)
-
-    def _beside(self, travel: Travel) -> ElasticExchange:
-        """Make the exchange of a state, whose rounds aren't committed: each member keeps a state of its own."""
-        return self._made(travel.along(self._plan[0]), travel.codec, None)
+        pack, exact = partial(held.pack, bucket_bytes=run.bucket_bytes), int(run.exact_steps)
+        return Making(mixers, pack, states, exact, self._mean, run.model_layout, meet=loops.refuse_others)
 
     def _made(self, topology: Topology, codec: Codec, commits: Commits | None) -> ElasticExchange:
-        _, weights, _, order = self._plan
-        part = len(self.each)
+        part, order = len(self.each), self._run.elastic.asynchronous
         lane = 0 if order else part  # asynchronous rounds have one exchange
-        worker = self._member.worker
         plan: Any = {"codec": codec, "order": order, "commits": commits, "part": part, "lane": lane}
-        self.each.append(ElasticExchange(topology, weights, worker, **plan))
+        self.each.append(ElasticExchange(topology, self._run.weights, self._member.worker, **plan))
         if self._entered:
             self._member.enter(self.each[-1])
         return self.each[-1]
-
-    def _everyone(self, row: list[int]) -> list[list[int]]:
-        rows: list[list[int]] = self._member.meet(row, list)
-        return rows
 
     def _mean(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], str]:
         """Mean over the members, as `health.mean_of_sound`. Members cut off from each other may have two: then their
@@ -115,11 +98,11 @@ class Exchanges:
                 exchange.chain = zlib.crc32(raw_bytes(mean), exchange.chain)
         return means, "" if sound else f"a parameter isn't finite, or far too large; the others are averaged. {REMEDY}"
 
-    def enter(self, member: Participant) -> None:
+    def enter(self) -> None:
         """Use the member's view from now on."""
         self._entered = True
         for exchange in self.each:
-            member.enter(exchange)
+            self._member.enter(exchange)
 
     def rule(self, mixers: Mixers) -> dict[str, Any]:
         """Copy the rule's state and the checksums of decisions, for a newcomer."""
@@ -127,7 +110,7 @@ class Exchanges:
 
         def kept(own: OptimizerMixer) -> dict[str, Any]:
             # After an exact step all members have the same parameters.
-            flats = [bucket.flat for bucket in own.mixer.buckets] if 0 < own.mixer.steps < exact else []
+            flats = [bucket.flat for bucket in own.mixer.buckets] if 0 < own.mixer.steps <= exact else []
             beside = {state.name: state.state_dict(Mixer.kept) for state in own.states}
             return {**own.mixer.kept(), "beside": beside, "flats": flats}
 

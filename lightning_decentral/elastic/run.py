@@ -119,9 +119,8 @@ class ElasticRun(WatchedProcess):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         self._described = described(module) if fitting else {}
-        if fitting and not self._module.automatic_optimization:
-            raise ValueError("elastic runs need automatic optimization: a round follows each step of the Trainer")
         if fitting:
+            checks.refuse_manual(self._module.trainer, self.devices > 1 or self.elastic.asynchronous is not None)
             refuse_pruning(self._module.trainer)
 
     def setup_environment(self) -> None:
@@ -134,11 +133,7 @@ class ElasticRun(WatchedProcess):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"elastic runs need one optimizer, this module has {len(self.optimizers)}: give one with several "
-                "parameter groups, as Muon(muon_groups(self))"
-            )
+        checks.refuse_overlap(self.optimizers)
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # the loader is made again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]
@@ -146,8 +141,7 @@ class ElasticRun(WatchedProcess):
         self._member, self._early = self._early or self.comes(), None
         votes = self._committed and self._member.leads
         commits = Commits(self._member.worker, self._group.timeout.total_seconds()) if votes else None
-        plan = self.topology.placed(1), self.weights, self._member, self.codec
-        self._exchanges = Exchanges(*plan, self.elastic.asynchronous, commits)
+        self._exchanges = Exchanges(self, self._member, commits)
         self._held = self.holding(self._member)
         value = self._member.healed()
         self._rank_as(int(value is not None or not self._member.leads))
@@ -178,7 +172,7 @@ class ElasticRun(WatchedProcess):
 
     def _making(self) -> MixerFactory:
         assert self._exchanges is not None
-        return self._exchanges.making(self, self._held, self._committed or self.combine)
+        return self._exchanges.making(self._held, self._committed or self.combine)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +195,7 @@ class ElasticRun(WatchedProcess):
         if self._committed and member.entered and member.live:
             self._mixers.settle()  # a newcomer has no part in the round in flight, and begins with the anchor after it
             self._held.mixed(self.counted())
-        self._exchanges.enter(member)
+        self._exchanges.enter()
         self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
         if self.global_rank == 0 and not self._logs:
             self._logs = True
@@ -214,12 +208,9 @@ class ElasticRun(WatchedProcess):
             if "given" in state:  # it may have changed since this worker was healed
                 self._given.take(self._module, state)
             if "rounds" in state:
-                self._begin_at(state["rounds"])
-
-    def _begin_at(self, rule: dict[str, Any]) -> None:
-        if self._held.mixes and self._exchanges and self._member:
-            self._exchanges.begin_at(rule, self._mixers, self._member.leads)
-        self._held.mixed(self.counted())
+                if self._held.mixes:
+                    self._exchanges.begin_at(state["rounds"], self._mixers, member.leads)
+                self._held.mixed(self.counted())
 
     def _state(
         self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[checks.Part]
@@ -263,24 +254,34 @@ class ElasticRun(WatchedProcess):
         with self._updates or self._group.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
         self.mean_model.diverged = True
-        with self._group.coordination.waiting:
+        if not loops.manual(self._module.trainer):
             self.advance(optimizer)
-            self._group.coordination.tick()
         return output
 
-    def advance(self, optimizer: Optimizer) -> None:
+    def post_training_step(self) -> None:
+        """Under manual optimization take a round of each optimizer after a batch, whichever have stepped in it."""
+        if loops.manual(self._module.trainer):
+            self.advance(*self.optimizers)
+
+    def advance(self, *optimizers: Optimizer) -> None:
         assert self._member is not None
+        with self._group.coordination.waiting:
+            self._mix(optimizers, self._member)
+            self._group.coordination.tick()
+
+    def _mix(self, optimizers: Sequence[Optimizer], member: Participant) -> None:
         if self._held.mixes:
-            self._mixers.follow([optimizer])
-            for mixed in self._mixers.of(optimizer):
-                for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
-                    mixer.round, mixer.steps = self._member.round, self._member.steps
-            self._mixers.step(optimizer)
-        self._held.mixed(parameters_of(optimizer))
+            self._mixers.follow(optimizers)
+            for mixer in self._mixers.every():
+                mixer.round, mixer.steps = member.round, member.calendar.step(member.round) if member.calendar else 0
+        for optimizer in optimizers:
+            if self._held.mixes:
+                self._mixers.step(optimizer)
+            self._held.mixed(parameters_of(optimizer))
         assert self._late is not None
-        self._late.check(self._member, waits=self.elastic.asynchronous is None)
+        self._late.check(member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among this worker's devices aren't writes by user code
-        self._member.next_round = self._member.round + 1  # the round that began is complete
+        member.next_round = member.round + 1  # the round that began is complete
 
     def settle(self) -> None:
         self._mixers.end()

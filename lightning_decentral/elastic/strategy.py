@@ -36,8 +36,8 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     """Trains by x_i+ = sum_j w_ij x_j + u_i over the current members, as `GossipStrategy(elastic=...)`.
 
     When a worker dies, the others miss the messages that it hasn't sent. A worker that is started copies the state of
-    a member that trains, and takes part from the next membership on. Needs one optimizer, automatic optimization, and
-    CPU or CUDA devices; messages are sent from the host.
+    a member that trains, and takes part from the next membership on. Needs CPU or CUDA devices; messages are sent from
+    the host. Under manual optimization a round of each optimizer follows a batch.
 
     Args:
         elastic: the lobby at which workers meet, and its limits.
@@ -107,6 +107,8 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
             raise ValueError(
                 f"elastic runs train on CPUs and CUDA devices, not on {self.root_device}: give accelerator='cpu'"
             )
+        if self.states and self.root_device.type != "cpu":
+            raise ValueError(f"states={self.states!r} travel from hosts, not from {self.root_device}: leave it out")
 
     @property
     def keeps_wholes(self) -> bool:

@@ -22,8 +22,7 @@ def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:  # [workers][pl
 
 
 def means_of_sound(given: Sequence[tuple[bool, Sequence[Tensor]]]) -> list[Tensor]:
-    """Return the means over the workers whose tensors are sound, of (whether they are, tensors) of each; over all where
-    none is."""
+    """Return the means of the sound workers, or of all if none is, from (whether it is sound, tensors) of each."""
     return means_of([row for sound, row in given if sound] or [row for _, row in given])
 
 

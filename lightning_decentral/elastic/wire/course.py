@@ -34,11 +34,6 @@ class Course:
         self._given: Mapping[int, Dealing] = {}
         self._given_until = 0  # number of the last view in the given dealings
 
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps that were complete when this round began."""
-        return self.round if self.calendar is None else self.calendar.step(self.round)
-
     def given(self) -> dict[str, Any]:
         """Return the history for a newcomer. Call `knows` first if the newcomer begins to take part with it."""
         self._listen()

@@ -98,7 +98,8 @@ class Holding:
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Optimizer]) -> None:
         """Start the mixers, or restore a donor's state of the rule (None: start)."""
         if rule is None:
-            mixers.adopt(optimizers[0])
+            for optimizer in optimizers:
+                mixers.adopt(optimizer)
         else:
             mixers.load_state_dict(rule, optimizers)
 
