@@ -8,7 +8,7 @@ anchor by what its members commit.
 
 Of seeds 0 to 2,999 none fails, and in none do members that go on differ. Before, newcomers skipped rounds quicker than
 views settled (965), and the lobby made a member of a former one (1762). In about one seed of ten a member that was cut
-off from a decision joins anew; in fewer than one of a hundred a newcomer comes too late for anchors, or has nobody to ask.
+off from a decision joins anew; in fewer than one of a hundred a newcomer comes too late, or has nobody to ask.
 """
 
 import random
