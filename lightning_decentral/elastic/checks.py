@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_decentral.elastic import loops
 from lightning_decentral.elastic.plan.view import ElasticSettings
+from lightning_decentral.elastic.wire.sockets.mesh import KEPT_ROUNDS
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
 from lightning_decentral.gossip.mixer_builder import check_states
@@ -36,9 +37,7 @@ def elastic_rule(
     if reason := combine.recovery.tied:
         raise ValueError(f"{type(combine).__name__} isn't compatible with elastic: {reason}; use Gossip()")
     assert isinstance(combine, Combine)
-    if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
-        given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+    _refuse_delay(combine, delay, elastic)
     most, fragments = elastic.workers[1], topology.placed(1).fragments
     try:
         placed = combine.placed(fragments[0], most)
@@ -57,6 +56,14 @@ def elastic_rule(
         )
     refuse_overshoot(codec, placed)
     return placed
+
+
+def _refuse_delay(combine: Combine, delay: int, elastic: ElasticSettings) -> None:
+    if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
+        given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+    if delay > KEPT_ROUNDS:  # a member would wait for ever for a message that it has dropped
+        raise ValueError(f"delay={delay} isn't compatible with elastic: messages are kept for {KEPT_ROUNDS} rounds")
 
 
 def committed_rule(placed: Combine, topology: Topology, weights: Weights, most: int) -> Combine | None:
