@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_decentral.elastic import loops
 from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.wire.sockets.mesh import KEPT_ROUNDS
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, refuse_overshoot
@@ -96,12 +95,6 @@ def refuse_extras(strategy: Any) -> None:
         )
     for size in _sizes(elastic.workers[1]):
         check_states(strategy, strategy.topology.placed(1), size)
-
-
-def refuse_manual(trainer: Trainer, follows_steps: bool) -> None:
-    """Raise ValueError for manual optimization where rounds follow the Trainer's steps."""
-    if loops.manual(trainer) and follows_steps:
-        raise ValueError("elastic workers of several devices, and asynchronous rounds, need automatic optimization")
 
 
 def refuse_overlap(optimizers: Sequence[Optimizer]) -> None:

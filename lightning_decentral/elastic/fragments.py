@@ -34,16 +34,14 @@ from lightning_decentral.shared.wire.health import REMEDY
 
 
 class Making(MixerFactory):
-    """Makes a member's mixers. Parameters that are newly trained stay as they are, as members may unfreeze them in
-    different rounds."""
+    """Makes a member's mixers. Newly trained parameters stay as they are: members may unfreeze in different rounds."""
 
     def equalize(self, new: Sequence[nn.Parameter]) -> None:
         """Do nothing, so that no member waits for another."""
 
 
 class Exchanges:
-    """All exchanges of a member, as an elastic run's strategy wants them. `commits`: its votes; None: rounds aren't
-    committed."""
+    """All exchanges of a member of a strategy's `run`. `commits`: its votes; None: rounds aren't committed."""
 
     def __init__(self, run: Any, member: Participant, commits: Commits | None) -> None:
         self._run, self._member, self._commits = run, member, commits

@@ -119,8 +119,9 @@ class ElasticRun(WatchedProcess):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         self._described = described(module) if fitting else {}
+        if fitting and loops.manual(self._module.trainer) and (self.devices > 1 or self.elastic.asynchronous):
+            raise ValueError("elastic workers of several devices, and asynchronous rounds, need automatic optimization")
         if fitting:
-            checks.refuse_manual(self._module.trainer, self.devices > 1 or self.elastic.asynchronous is not None)
             refuse_pruning(self._module.trainer)
 
     def setup_environment(self) -> None:
@@ -272,8 +273,10 @@ class ElasticRun(WatchedProcess):
     def _mix(self, optimizers: Sequence[Optimizer], member: Participant) -> None:
         if self._held.mixes:
             self._mixers.follow(optimizers)
-            for mixer in self._mixers.every():
-                mixer.round, mixer.steps = member.round, member.calendar.step(member.round) if member.calendar else 0
+            steps = member.calendar.step(member.round) if member.calendar else 0
+            for mixed in self._mixers:
+                for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
+                    mixer.round, mixer.steps = member.round, steps
         for optimizer in optimizers:
             if self._held.mixes:
                 self._mixers.step(optimizer)

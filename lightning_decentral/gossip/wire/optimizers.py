@@ -62,10 +62,6 @@ class Mixers:
     def __iter__(self) -> Iterator[OptimizerMixer]:
         return iter(self._all)
 
-    def every(self) -> list[Mixer]:
-        """Return the mixers of parameters and of states."""
-        return [mixer for each in self._all for mixer in (each.mixer, *(state.mixer for state in each.states))]
-
     def __getitem__(self, index: int) -> OptimizerMixer:
         return self._all[index]
 
