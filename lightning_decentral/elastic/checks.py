@@ -12,34 +12,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.plan.view import ElasticSettings
+from lightning_decentral.elastic.wire.sockets.mesh import KEPT_ROUNDS
 from lightning_decentral.gossip.compute.combine.combine import Combine, Rule, refuse_overshoot
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.mixer_builder import check_states
 from lightning_decentral.gossip.plan.checks import check_equals
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
+from lightning_decentral.gossip.wire.making import parameters_of
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.plan.described import described, first_difference
 from lightning_decentral.shared.settings import of_callbacks, of_method, of_optimizers, of_trainer, versions
 
-UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "states": (
-        (None, {}),
-        "a newcomer and the members would have to agree on them: use Muon, which does without",
-    ),
-    "exact_steps": ((0,), "begin with PseudoGradient(lr=1, momentum=0) over Complete(), save, and resume"),
-}
-"""{option of GossipStrategy: (the values that it may have in an elastic run, what else may be done)}"""
 OF_ONE_MEMBER = ("elastic", "replicas.elastic", "island", "precision_plugin.device")
 """Settings that may differ among workers: addresses, weights, devices; and `dead_after`, which the lobby sets."""
 MOST_CHECKED = 64  # A topology is checked for all sizes up to this one, and for the largest.
-
-
-def served(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that elastic runs support. ValueError for another option; the error names it."""
-    for name, (values, remedy) in UNSERVED.items():
-        if name in options and options[name] not in values:
-            raise ValueError(f"{name}={options[name]!r} isn't supported with elastic yet: leave it out; {remedy}")
-    return {name: value for name, value in options.items() if name not in UNSERVED}
 
 
 def elastic_rule(
@@ -49,9 +36,7 @@ def elastic_rule(
     if reason := combine.recovery.tied:
         raise ValueError(f"{type(combine).__name__} isn't compatible with elastic: {reason}; use Gossip()")
     assert isinstance(combine, Combine)
-    if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
-        given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
-        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+    _refuse_delay(combine, delay, elastic)
     most, fragments = elastic.workers[1], topology.placed(1).fragments
     try:
         placed = combine.placed(fragments[0], most)
@@ -72,6 +57,14 @@ def elastic_rule(
     return placed
 
 
+def _refuse_delay(combine: Combine, delay: int, elastic: ElasticSettings) -> None:
+    if elastic.asynchronous is not None and (type(combine) is not Gossip or delay != 1):
+        given = f"delay={delay}" if type(combine) is Gossip else repr(combine)
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which mix what has come: leave it out")
+    if delay > KEPT_ROUNDS:  # a member would wait for ever for a message that it has dropped
+        raise ValueError(f"delay={delay} isn't compatible with elastic: messages are kept for {KEPT_ROUNDS} rounds")
+
+
 def committed_rule(placed: Combine, topology: Topology, weights: Weights, most: int) -> Combine | None:
     """Return the form of an outer rule with committed rounds (`plan.commit`), if all members always average all.
     None for other rules and topologies, where each member mixes what it has received."""
@@ -82,6 +75,33 @@ def committed_rule(placed: Combine, topology: Topology, weights: Weights, most: 
     except ValueError:
         return None
     return placed.aligned
+
+
+def refuse_extras(strategy: Any) -> None:
+    """Raise ValueError for travelling `states` or `exact_steps` that elastic rounds can't have."""
+    states, exact, elastic = strategy.states, strategy.exact_steps, strategy.elastic
+    if elastic.asynchronous is not None and (states or exact):
+        given = f"exact_steps={exact:g}" if exact else f"states={states!r}"
+        raise ValueError(f"{given} isn't compatible with asynchronous rounds, which wait for nobody: leave it out")
+    if 0 < exact < 1:
+        raise ValueError(
+            f"exact_steps={exact:g} is a share of the run, whose length depends on who takes part in an elastic run: "
+            "give a number of steps"
+        )
+    if states and strategy.island.devices > 1:
+        raise ValueError(
+            f"optimizer states can't be mixed between elastic workers of {strategy.island!r}, whose first device alone "
+            f"communicates: leave out states={states!r}"
+        )
+    for size in _sizes(elastic.workers[1]):
+        check_states(strategy, strategy.topology.placed(1), size)
+
+
+def refuse_overlap(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError if two optimizers train one parameter, which would be mixed twice in a round."""
+    every = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    if len(set(every)) < len(every):
+        raise ValueError("elastic rounds mix each parameter once: give every parameter to one optimizer alone")
 
 
 def _sizes(most: int) -> list[int]:

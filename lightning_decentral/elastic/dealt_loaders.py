@@ -88,7 +88,8 @@ class Joining:
         begun = 0 if epoch.started == epoch.processed else batches if batch.is_last_batch else batch.current.completed
         rounds = -(-batches // accumulated)
         before = epoch.processed * rounds + min(rounds, -(-begun // accumulated))
-        return Calendar(max(1, batches), accumulated, before, loop.epoch_loop.global_step, weights)
+        rounds_so_far = loop.epoch_loop._batches_that_stepped if loops.manual(trainer) else loop.epoch_loop.global_step
+        return Calendar(max(1, batches), accumulated, before, rounds_so_far, weights)
 
 
 def batches_of(trainer: Trainer, dataloader: Any, weights: int) -> int:

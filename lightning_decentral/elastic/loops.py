@@ -23,7 +23,7 @@ from lightning_decentral.shared.plan.described import constructed
 from lightning_decentral.shared.settings import PLACES
 from lightning_decentral.shared.wire.plain import NotPlain, pack
 
-NOTHING: dict[str, Any] = {"callbacks": {}, "plateaus": {}, "metrics": {}, "savers": []}
+NOTHING: dict[str, Any] = {"callbacks": {}, "plateaus": {}, "metrics": {}, "savers": [], "manual": None}
 """States from which `restored` restores nothing."""
 PLAIN = (type(None), bool, int, float, str)
 COUNTS = ("ready", "started", "processed", "completed")
@@ -99,7 +99,7 @@ def leave_out(trainer: Trainer, calendar: Calendar, round: int, rounds: int) -> 
 
 
 def _catch_up(trainer: Trainer, steps: int, step: int, epochs: int, epoch: int) -> None:
-    for config in trainer.lr_scheduler_configs:
+    for config in () if manual(trainer) else trainer.lr_scheduler_configs:
         before, now = (steps, step) if config.interval == "step" else (epochs, epoch)
         if not isinstance(config.scheduler, ReduceLROnPlateau):
             for _ in range(now // config.frequency - before // config.frequency):
@@ -129,12 +129,14 @@ def plain(name: str, value: Any) -> bool:
 def agreed_states(trainer: Trainer) -> dict[str, Any]:
     """Return states by which all members must decide alike: callbacks' states by key, ReduceLROnPlateau schedules by
     index, logged metrics by name, and attributes of callbacks that save. They decide when to stop, which checkpoint is
-    the best, whether the learning rate falls, and when a mean is saved."""
+    the best, whether the learning rate falls, and when a mean is saved. Under manual optimization all schedules, and
+    the number of steps, are the module's own."""
     return {
         "callbacks": copied(call._call_callbacks_state_dict(trainer)),
         "plateaus": copied({str(at): config.scheduler.state_dict() for at, config in _plateaus(trainer).items()}),
         "metrics": _on_host(dict(trainer.callback_metrics)),
         "savers": [*map(_own_of, _savers(trainer))],
+        "manual": trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed,
     }
 
 
@@ -146,6 +148,8 @@ def restored(trainer: Trainer, states: dict[str, Any]) -> None:
         known.setdefault(name, metric.to(trainer.strategy.root_device) if isinstance(metric, Tensor) else metric)
     for saver, given in zip(_savers(trainer), states["savers"], strict=False):
         vars(saver).update({name: value for name, value in given.items() if name in _own_of(saver)})
+    steps = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+    steps.ready = steps.completed = states["manual"] or steps.completed
     plateaus = _plateaus(trainer)
     for place, state in states["plateaus"].items():
         scheduler = plateaus[int(place)].scheduler
@@ -155,8 +159,14 @@ def restored(trainer: Trainer, states: dict[str, Any]) -> None:
 
 
 def _plateaus(trainer: Trainer) -> dict[int, Any]:
-    configs = dict(enumerate(trainer.lr_scheduler_configs))
-    return {place: config for place, config in configs.items() if isinstance(config.scheduler, ReduceLROnPlateau)}
+    found, every = enumerate(trainer.lr_scheduler_configs), manual(trainer)
+    return {place: config for place, config in found if every or isinstance(config.scheduler, ReduceLROnPlateau)}
+
+
+def manual(trainer: Trainer) -> bool:
+    """Return whether the module steps its optimizers and schedules by itself."""
+    module = trainer.lightning_module
+    return module is not None and not module.automatic_optimization
 
 
 def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -5,10 +5,10 @@ all workers is the mean of all of them, and what Lightning does on rank 0 is don
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -32,11 +32,11 @@ from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.holding import Holding
 from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.mixer_builder import check_numbers
 from lightning_decentral.gossip.plan.topology.topology import Topology
 from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
-from lightning_decentral.gossip.wire.mixer import Mixer
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout, described
@@ -53,6 +53,8 @@ class ElasticRun(WatchedProcess):
     _joining: Joining
     batches = 1  # number of batches that the devices of this worker take in a step
     part = 0  # index of this device's part of the model among the worker's parts
+    states: Mapping[str, Travel] = MappingProxyType({})  # optimizer states that travel with the parameters
+    exact_steps = 0.0  # number of first steps after which all members are averaged instead
 
     def plan_rounds(
         self,
@@ -66,7 +68,7 @@ class ElasticRun(WatchedProcess):
         heals: int,
     ) -> None:
         """Keep the constructor's values. ValueError for a value that elastic runs don't support; the error names it."""
-        check_numbers(delay, heals, bucket_bytes)
+        check_numbers(delay, heals, bucket_bytes, self.exact_steps)
         self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
         self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
         self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
@@ -117,8 +119,8 @@ class ElasticRun(WatchedProcess):
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         super().refuse(module, fitting)
         self._described = described(module) if fitting else {}
-        if fitting and not self._module.automatic_optimization:
-            raise ValueError("elastic runs need automatic optimization: a round follows each step of the Trainer")
+        if fitting and loops.manual(self._module.trainer) and (self.devices > 1 or self.elastic.asynchronous):
+            raise ValueError("elastic workers of several devices, and asynchronous rounds, need automatic optimization")
         if fitting:
             refuse_pruning(self._module.trainer)
 
@@ -132,11 +134,7 @@ class ElasticRun(WatchedProcess):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"elastic runs need one optimizer, this module has {len(self.optimizers)}: give one with several "
-                "parameter groups, as Muon(muon_groups(self))"
-            )
+        checks.refuse_overlap(self.optimizers)
         if self._joining.planned:
             trainer.fit_loop._combined_loader = None  # the loader is made again when the members are known
         own = checks.part_of(self._module, self.optimizers)["present"]
@@ -144,8 +142,7 @@ class ElasticRun(WatchedProcess):
         self._member, self._early = self._early or self.comes(), None
         votes = self._committed and self._member.leads
         commits = Commits(self._member.worker, self._group.timeout.total_seconds()) if votes else None
-        plan = self.topology.placed(1), self.weights, self._member.worker, self.codec
-        self._exchanges = Exchanges(*plan, self.elastic.asynchronous, commits)
+        self._exchanges = Exchanges(self, self._member, commits)
         self._held = self.holding(self._member)
         value = self._member.healed()
         self._rank_as(int(value is not None or not self._member.leads))
@@ -175,15 +172,8 @@ class ElasticRun(WatchedProcess):
         self._mixers = Mixers(self._making)
 
     def _making(self) -> MixerFactory:
-        def mixers() -> list[Mixer]:
-            rule, exchanges = self._committed or self.combine, self._exchanges.each if self._exchanges else []
-            made = [self._held.mixer(rule, each, self.delay) for each in exchanges]
-            for mixer in made:
-                mixer.healing = self._held.healing(self.heals, self._module)
-            return made
-
-        pack = partial(self._held.pack, bucket_bytes=self.bucket_bytes)
-        return MixerFactory(mixers, pack, known=self.model_layout, meet=loops.refuse_others)
+        assert self._exchanges is not None
+        return self._exchanges.making(self._held, self._committed or self.combine)
 
     # ---- a run ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +196,7 @@ class ElasticRun(WatchedProcess):
         if self._committed and member.entered and member.live:
             self._mixers.settle()  # a newcomer has no part in the round in flight, and begins with the anchor after it
             self._held.mixed(self.counted())
-        self._exchanges.enter(member)
+        self._exchanges.enter()
         self._rank_as(member.present().index(member.worker.name) if member.leads else 1)
         if self.global_rank == 0 and not self._logs:
             self._logs = True
@@ -218,13 +208,10 @@ class ElasticRun(WatchedProcess):
             loops.restored(trainer, state)
             if "given" in state:  # it may have changed since this worker was healed
                 self._given.take(self._module, state)
-            if "anchors" in state:
-                self._begin_at(state["anchors"])
-
-    def _begin_at(self, rule: dict[str, Any]) -> None:
-        if self._held.mixes and self._exchanges and self._member:
-            self._exchanges.begin_at(rule, self._mixers, self._member.leads)
-        self._held.mixed(self.counted())
+            if "rounds" in state:
+                if self._held.mixes:
+                    self._exchanges.begin_at(state["rounds"], self._mixers, member.leads)
+                self._held.mixed(self.counted())
 
     def _state(
         self, member: Participant, calendar: Callable[[], Calendar] | None, parts: Sequence[checks.Part]
@@ -236,8 +223,8 @@ class ElasticRun(WatchedProcess):
             return {**loops.NOTHING, "run": member.given()}
         member.knows()  # else it would pass on a history with gaps
         found = {**loops.agreed_states(self._module.trainer), **self._given.now(parts), "run": member.given()}
-        if self._committed and self._exchanges and self._held.mixes:
-            found["anchors"] = self._exchanges.rule(self._mixers)
+        if (self._committed or self.states or self.exact_steps) and self._exchanges and self._held.mixes:
+            found["rounds"] = self._exchanges.rule(self._mixers)
         return found
 
     def on_train_start(self) -> None:
@@ -268,23 +255,36 @@ class ElasticRun(WatchedProcess):
         with self._updates or self._group.coordination.updating, loops.scaled(optimizer, self._member.share):
             output = DDPStrategy.optimizer_step(self, optimizer, self.gradients(closure, optimizer), model, **kwargs)
         self.mean_model.diverged = True
-        with self._group.coordination.waiting:
+        if not loops.manual(self._module.trainer):
             self.advance(optimizer)
-            self._group.coordination.tick()
         return output
 
-    def advance(self, optimizer: Optimizer) -> None:
+    def post_training_step(self) -> None:
+        """Under manual optimization take a round of each optimizer after a batch, whichever have stepped in it."""
+        if loops.manual(self._module.trainer):
+            self.advance(*self.optimizers)
+
+    def advance(self, *optimizers: Optimizer) -> None:
         assert self._member is not None
+        with self._group.coordination.waiting:
+            self._mix(optimizers, self._member)
+            self._group.coordination.tick()
+
+    def _mix(self, optimizers: Sequence[Optimizer], member: Participant) -> None:
         if self._held.mixes:
-            self._mixers.follow([optimizer])
-            for mixed in self._mixers.of(optimizer):
-                mixed.mixer.round = self._member.round
-            self._mixers.step(optimizer)
-        self._held.mixed(parameters_of(optimizer))
+            self._mixers.follow(optimizers)
+            steps = member.calendar.step(member.round) if member.calendar else 0
+            for mixed in self._mixers:
+                for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
+                    mixer.round, mixer.steps = member.round, steps
+        for optimizer in optimizers:
+            if self._held.mixes:
+                self._mixers.step(optimizer)
+            self._held.mixed(parameters_of(optimizer))
         assert self._late is not None
-        self._late.check(self._member, waits=self.elastic.asynchronous is None)
+        self._late.check(member, waits=self.elastic.asynchronous is None)
         self._mixers.note(())  # copies among this worker's devices aren't writes by user code
-        self._member.next_round = self._member.round + 1  # the round that began is complete
+        member.next_round = member.round + 1  # the round that began is complete
 
     def settle(self) -> None:
         self._mixers.end()

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_decentral.elastic.checkpoints import ElasticCheckpoints
-from lightning_decentral.elastic.checks import served
+from lightning_decentral.elastic.checks import refuse_extras
 from lightning_decentral.elastic.option import Elastic
 from lightning_decentral.elastic.run import ElasticRun
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.holding import CopiedHolding, Holding, ShardedHolding
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.compute.combine.gossip import Gossip
+from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.island import Island, Solo
 from lightning_decentral.gossip.plan.topology.combined import Auto
 from lightning_decentral.gossip.plan.topology.topology import Topology
@@ -35,8 +36,8 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
     """Trains by x_i+ = sum_j w_ij x_j + u_i over the current members, as `GossipStrategy(elastic=...)`.
 
     When a worker dies, the others miss the messages that it hasn't sent. A worker that is started copies the state of
-    a member that trains, and takes part from the next membership on. Needs one optimizer, automatic optimization, and
-    CPU or CUDA devices; messages are sent from the host.
+    a member that trains, and takes part from the next membership on. Needs CPU or CUDA devices; messages are sent from
+    the host. Under manual optimization a round of each optimizer follows a batch.
 
     Args:
         elastic: the lobby at which workers meet, and its limits.
@@ -45,7 +46,9 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
             over all workers. Outer rounds in which all average all are committed (`elastic.plan.commit`).
         codec: one without state between rounds: `Int8()`, a smaller type; with `PseudoGradient` coarser ones, too.
         island: devices that are one worker (`AllReduce`, `FullyShard`): it dies, restarts and joins as a whole.
-        **ddp: options of Lightning's DDPStrategy. Other options of `GossipStrategy` are refused.
+        states: as `GossipStrategy`'s, on workers of one device.
+        exact_steps: number of first steps after each of which all members are averaged exactly.
+        **ddp: options of Lightning's DDPStrategy.
 
     Raises:
         ValueError: for an option that elastic runs don't support, or a topology that needs a fixed number of workers.
@@ -69,9 +72,12 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int | None = None,
         heals: int = 3,
+        states: Mapping[str, Travel] | None = None,
+        exact_steps: float = 0.0,
         **ddp: Any,
     ) -> None:
-        super().__init__(timeout=timeout, **served(ddp))
+        super().__init__(timeout=timeout, **ddp)
+        self.states, self.exact_steps = states or {}, float(exact_steps)
         self.island, self.evaluate = island or Solo(), evaluate
         self.starts_on_host = self.island.shards > 1
         self.member = IslandMember(None, 1, self.meet)
@@ -79,6 +85,7 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         rule = combine or Gossip()
         plan = topology or Auto(), rule, weights or rule.weights, codec or Plain(), delay, bucket_bytes, heals
         self.plan_rounds(elastic, *plan)
+        refuse_extras(self)
         held = IslandModel(self.island, self, self._group.join_groups)
         self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]
 
@@ -100,6 +107,8 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
             raise ValueError(
                 f"elastic runs train on CPUs and CUDA devices, not on {self.root_device}: give accelerator='cpu'"
             )
+        if self.states and self.root_device.type != "cpu":
+            raise ValueError(f"states={self.states!r} travel from hosts, not from {self.root_device}: leave it out")
 
     @property
     def keeps_wholes(self) -> bool:

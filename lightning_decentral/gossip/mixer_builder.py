@@ -139,12 +139,18 @@ def check(plan: GossipPlan, workers: int) -> None:
     refuse_overshoot(plan.codec, plan.combine)
     for fragment in fragments:
         plan.combine.check(fragment, workers, plan.weights, plan.delay)
+    check_states(plan, plan.topology, workers)
+
+
+def check_states(plan: GossipPlan, topology: Topology, workers: int) -> None:
+    """Raise ValueError if an optimizer state can't be mixed on this topology, by that many workers."""
+    fragments = topology.fragments
     for name, travel in plan.states.items():
         if plan.island.shards > 1 or len(fragments) > 1:
-            where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{plan.topology!r}"
+            where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{topology!r}"
             raise ValueError(f"optimizer states can't be mixed with {where}: leave {name!r} out of states")
         try:
-            travel.check(plan.topology, workers, plan.weights, plan.delay)
+            travel.check(topology, workers, plan.weights, plan.delay)
         except ValueError as error:
             text = str(error).replace("Gossip(rate", "Travel(rate")
             raise ValueError(f"the optimizer state {name!r} can't be mixed so: {text}") from None

@@ -18,14 +18,18 @@ from lightning_decentral.shared.wire.plain import pack
 from tests.tiny import QUIET
 
 
-def of(metrics: list[float]) -> Any:
-    """A trainer whose schedule has seen these."""
+def of(metrics: list[float], steps: int = 0, manual: bool = False) -> Any:
+    """A trainer whose schedule has seen these, after so many steps by hand."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     plateau, step = ReduceLROnPlateau(optimizer, patience=1), StepLR(optimizer, 1)
     for metric in metrics:
         plateau.step(metric)
     configs = [SimpleNamespace(scheduler=scheduler) for scheduler in (step, plateau)]
     logged = {"callback_metrics": {}, "_logger_connector": SimpleNamespace(_callback_metrics={})}
+    total = SimpleNamespace(ready=steps, completed=steps)
+    by_hand = SimpleNamespace(optim_step_progress=SimpleNamespace(total=total))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(manual_optimization=by_hand))
+    logged |= {"fit_loop": loop, "lightning_module": SimpleNamespace(automatic_optimization=not manual)}
     return SimpleNamespace(lr_scheduler_configs=configs, callbacks=[], optimizer=optimizer, **logged)
 
 
@@ -41,13 +45,29 @@ def test_a_schedule_that_follows_a_metric_is_the_members_own() -> None:
     assert rates[1] == rates[0]
 
 
+def test_under_manual_optimization_all_schedules_and_the_steps_are_the_members() -> None:
+    for manual in (False, True):
+        member, newcomer = of([1.0], steps=7 * manual, manual=manual), of([1.0], steps=3 * manual, manual=manual)
+        for _ in range(4):
+            member.optimizer.step()
+            member.lr_scheduler_configs[0].scheduler.step()
+        given = agreed_states(member)
+        pack(given)  # it can be sent
+        restored(newcomer, given)
+        total = newcomer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        assert (total.ready, total.completed) == ((7, 7) if manual else (0, 0))
+        assert newcomer.lr_scheduler_configs[0].scheduler.last_epoch == (4 if manual else 0)
+
+
 def joins(*batches: int, calendar: Calendar | None = None) -> Any:
     """A member of a first view that has loaded loaders of so many batches; the oldest has made this calendar."""
     progress = SimpleNamespace(started=0, processed=0)
     batch = SimpleNamespace(is_last_batch=False, current=SimpleNamespace(completed=0))
     loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=progress), restarting=False, _combined_loader=None)
     loop.epoch_loop = SimpleNamespace(batch_progress=batch, global_step=0)
-    trainer: Any = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=1, limit_train_batches=1.0)
+    trainer: Any = SimpleNamespace(
+        fit_loop=loop, accumulate_grad_batches=1, limit_train_batches=1.0, lightning_module=None
+    )
     member: Any = SimpleNamespace(round=-1, seed=None, calendar=None, view=SimpleNamespace(number=1), founders=2)
 
     def begin(made: Callable[[], Calendar]) -> None:

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_decentral.gossip import Elastic, GossipStrategy
+from lightning_decentral.elastic.checks import refuse_overlap
+from lightning_decentral.gossip import Asynchronous, Elastic, GossipStrategy
 from tests.crew import by_itself, crew
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 from tests.tiny import QUIET
@@ -40,8 +41,10 @@ class Broken(Small):
         raise ZeroDivisionError("in the user's own code")
 
 
-def fit(lobby: str, module: LightningModule, times: int = 1, least: int = 2, **given: Any) -> None:
-    elastic = Elastic(lobby=lobby, workers=(least, 2), dead_after=DEAD, host="127.0.0.1")
+def fit(
+    lobby: str, module: LightningModule, times: int = 1, least: int = 2, order: Asynchronous | None = None, **given: Any
+) -> None:
+    elastic = Elastic(lobby=lobby, workers=(least, 2), dead_after=DEAD, host="127.0.0.1", asynchronous=order)
     strategy: Any = GossipStrategy(elastic=elastic, timeout=TIMEOUT)
     trainer = Trainer(**QUIET, strategy=strategy, devices=1, max_steps=3, max_epochs=1, limit_val_batches=0)
     for fits in range(times):
@@ -49,18 +52,26 @@ def fit(lobby: str, module: LightningModule, times: int = 1, least: int = 2, **g
         trainer.fit(module, [torch.zeros(1)] * 4, **given)
 
 
-REFUSED: list[tuple[Callable[[], LightningModule], str]] = [
-    (lambda: Small(automatic_optimization=False), "elastic runs need automatic optimization"),
-    (lambda: Small(norm=nn.SyncBatchNorm(3)), "SyncBatchNorm makes all workers wait"),
+ASYNCHRONOUS = Asynchronous()
+REFUSED: list[tuple[Callable[[], LightningModule], Asynchronous | None, str]] = [
+    (lambda: Small(automatic_optimization=False), ASYNCHRONOUS, "asynchronous rounds, need automatic optimization"),
+    (lambda: Small(norm=nn.SyncBatchNorm(3)), None, "SyncBatchNorm makes all workers wait"),
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), REFUSED, ids=["manual optimization", "layer"])
+@pytest.mark.parametrize(("make", "order", "said"), REFUSED, ids=["manual optimization", "layer"])
 def test_what_no_elastic_run_trains_is_refused_before_a_lobby_is_asked(
-    make: Callable[[], LightningModule], said: str
+    make: Callable[[], LightningModule], order: Asynchronous | None, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        fit(NOWHERE, make())
+        fit(NOWHERE, make(), order=order)
+
+
+def test_optimizers_that_share_a_parameter_are_refused() -> None:
+    x, y = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    refuse_overlap([torch.optim.SGD([x]), torch.optim.SGD([y])])
+    with pytest.raises(ValueError, match="give every parameter to one optimizer alone"):
+        refuse_overlap([torch.optim.SGD([x, y]), torch.optim.SGD([y])])
 
 
 def member(lobby: str, module: type[LightningModule], file: str) -> None:

@@ -19,9 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_decentral.gossip import (
+    AllReduce,
+    Asynchronous,
+    Complete,
     DifferenceCompression,
     Elastic,
     ElasticGossipStrategy,
+    Every,
+    Gossip,
     GossipStrategy,
     Hypercube,
     Int8,
@@ -150,13 +155,25 @@ def assert_resumed(folder: Path, saved: Path) -> None:
             assert line["x"] == checkpoint["state_dict"]["x"].tolist()
 
 
+MOMENTUM = {"momentum_buffer": Travel()}
+WAITS_FOR_NOBODY = Elastic(lobby="127.0.0.1:29400", asynchronous=Asynchronous())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"combine": PushSum()}, r"PushSum isn't compatible with elastic: its state \(last, weight\)"),
         ({"codec": DifferenceCompression(Int8())}, r"Compression\(.*\) isn't compatible with elastic: it sends"),
-        ({"states": {"momentum_buffer": Travel()}}, "states=.* isn't supported with elastic"),
-        ({"exact_steps": 3}, "exact_steps=3 isn't supported with elastic"),
+        ({"states": MOMENTUM, "island": AllReduce(2)}, r"of AllReduce\(.*: leave out states={'momentum_buffer'"),
+        (
+            {"states": MOMENTUM, "topology": Stream(steps=4, parts=2, inner=Ring())},
+            r"with Stream\(.*: leave 'momentum_",
+        ),
+        ({"states": MOMENTUM, "combine": Gossip(rate=0.2), "delay": 3}, "state 'momentum_buffer' can't be mixed so"),
+        ({"topology": Every(9, Complete()), "delay": 9}, "delay=9 isn't compatible with elastic: .* for 8 rounds"),
+        ({"exact_steps": 0.3}, "exact_steps=0.3 is a share of the run, whose length depends on who takes part"),
+        ({"exact_steps": 3, "elastic": WAITS_FOR_NOBODY}, "exact_steps=3 isn't compatible with asynchronous rounds"),
+        ({"states": MOMENTUM, "elastic": WAITS_FOR_NOBODY}, "states=.* isn't compatible with asynchronous rounds"),
         ({"topology": Hypercube()}, "any number of workers up to 16; with 3: "),
         ({"topology": Stream(steps=4, inner=Hypercube(), parts=2)}, "any number of workers up to 16; with 3: "),
     ],
@@ -164,7 +181,7 @@ def assert_resumed(folder: Path, saved: Path) -> None:
 )
 def test_what_cannot_be_elastic_is_refused_by_name(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        GossipStrategy(elastic=Elastic(lobby="127.0.0.1:29400"), **options)
+        GossipStrategy(**{"elastic": Elastic(lobby="127.0.0.1:29400"), **options})
 
 
 def test_the_usual_options_make_an_elastic_strategy() -> None:

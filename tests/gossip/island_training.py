@@ -23,7 +23,19 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_decentral.gossip import AllReduce, Complete, Elastic, ElasticGossipStrategy, FullyShard, Gossip, Solo
+from lightning_decentral.gossip import (
+    AllReduce,
+    Complete,
+    Elastic,
+    ElasticGossipStrategy,
+    Every,
+    FullyShard,
+    Gossip,
+    Int4,
+    PseudoGradient,
+    Solo,
+    Travel,
+)
 from lightning_decentral.shared.compute.worker_state import digest
 from lightning_decentral.shared.wire.fsdp import full_tensor, local
 from tests.elastic.weighted_training import Net
@@ -36,10 +48,22 @@ POISONED, WHERE = 3, "a1"
 """The step in which it is, and the device."""
 ISLANDS = {str(island): island for island in (Solo(), AllReduce(2), FullyShard(2))}
 AVERAGED = {"topology": Complete(), "delay": 0}
+H = 2
+COMMITTED = {"topology": Every(H, Complete()), "combine": PseudoGradient(lr=0.8, momentum=0.5)}
+DECAY = 0.99
+EXACT, TRAVELS = 5, {"momentum_buffer": Travel()}
 ROUNDS: dict[str, dict[str, Any]] = {
     "averaged": AVERAGED,
     "poisoned": AVERAGED,
     "delayed": {},
+    "committed": COMMITTED,
+    "accumulated": COMMITTED,
+    "two optimizers": COMMITTED,
+    "four bits": {**COMMITTED, "codec": Int4()},
+    "exact": {**COMMITTED, "exact_steps": EXACT},
+    "all exact": {"exact_steps": 1000},
+    "travelling": {**AVERAGED, "states": TRAVELS},
+    "travelling, committed": {**COMMITTED, "states": TRAVELS},
     "written": {"evaluate": "own", "combine": Gossip(rate=0.4)},
 }
 WRITTEN = 0.125
@@ -62,6 +86,43 @@ class Deep(Net):
         self.log("error", (self.net(x) - y).square().mean(), sync_dist=True)
 
     val_dataloader = Net.train_dataloader
+
+
+class Two(Deep):
+    """An optimizer for each layer, stepped by hand: the second in every other batch, and there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss, optimizers = super().training_step(batch, batch_idx), self.optimizers()
+        for optimizer in optimizers:  # type: ignore[union-attr]
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        first, second = optimizers  # type: ignore[misc]
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        made = [torch.optim.SGD(self.net[at].parameters(), lr=0.05, momentum=0.9) for at in (0, 2)]  # type: ignore[index]
+        return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, DECAY)]
+
+
+def rule_of(strategy: Any) -> str:
+    """Digest of what the first device keeps of rounds: anchors, momenta, and the checksum of the decisions."""
+    states = [dict(state) for each in strategy._mixers for state in each.mixer._states]
+    return digest([states, [exchange.chain for exchange in strategy._exchanges.each]])
+
+
+def buffers_of(optimizer: Any) -> list[float]:
+    """Of a device that has whole ones."""
+    found = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [x for tensor in found for x in local(tensor).flatten().tolist()]
 
 
 def flat(module: nn.Module) -> list[float]:
@@ -96,6 +157,9 @@ class Record(Callback):
             "weight": flat(module),
             "taken": batch[0].tolist(),
             "healed": strategy.traffic().healed,
+            "rule": rule_of(strategy),
+            "rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "buffers": buffers_of(trainer.optimizers[0]),
             "apart": strategy.consensus().absolute if trainer.global_step < 3 else None,
         }
         with self._file.open("a") as stream:
@@ -185,9 +249,10 @@ def main(
         strategy=strategy,
         devices=ISLANDS[island].devices,
         max_epochs=epochs,
+        accumulate_grad_batches=2 if rounds == "accumulated" else 1,
         callbacks=[record, saving, *edits, *([] if dies == "-" else [Slowly(folder)])],
     )
-    module = Deep()
+    module = Two() if rounds == "two optimizers" else Deep()
     trainer.fit(module, ckpt_path=None if saved == "-" else saved)
     torch.save(module.state_dict(), folder / f"{device}.pt")
 

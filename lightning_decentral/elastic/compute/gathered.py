@@ -21,6 +21,11 @@ def means_of(given: Sequence[Sequence[Tensor]]) -> list[Tensor]:  # [workers][pl
     return [mean_of_place(rows) for rows in zip(*given, strict=True)]
 
 
+def means_of_sound(given: Sequence[tuple[bool, Sequence[Tensor]]]) -> list[Tensor]:
+    """Return the means of the sound workers, or of all if none is, from (whether it is sound, tensors) of each."""
+    return means_of([row for sound, row in given if sound] or [row for _, row in given])
+
+
 def mean_of_place(rows: Sequence[Tensor]) -> Tensor:  # [workers] of one shape -> that shape
     first = rows[0]
     if not (first.is_floating_point() or first.is_complex()):

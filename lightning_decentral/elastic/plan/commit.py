@@ -114,7 +114,7 @@ class CommitState:
     def driven(self, live: Collection[str], heirs: Collection[str], again: bool) -> tuple["CommitState", Sends]:
         """Follow or lead, as far as the votes go. `live`: members that may still vote, this one too; `heirs`: members
         that a later view keeps, if one is known; `again`: repeat what may have been lost."""
-        heirs = tuple(name for name in self.members if name in heirs)
+        heirs = tuple(name for name in self.members if name in heirs) if heirs else ()
         state = replace(self, heirs=heirs) if heirs and not 0 < len(self.heirs) <= len(heirs) else self
         if state.decided:
             return state, []
@@ -128,7 +128,7 @@ class CommitState:
         # Not where it has promised another leader's later ballot meanwhile.
         may = state.promised == state.ballot and (not state.ballot or state._quorum(state.promises))
         may = may and state._quorum(state.votes)
-        if state.proposal is None and may and all(n in state.votes for n in state.members if n in live):
+        if state.proposal is None and may and state.votes.keys() >= set(live):
             state = state._proposed()
             sends = state._to_all("proposes")
         if state.proposal and state._quorum(state.accepts):
@@ -159,8 +159,9 @@ class CommitState:
             committed = (chain for chain, has in voted if not has and chain != self.chain)
             most = Counter(chain for chain, _ in voted).most_common(1)[0][0]  # of equals the first counted
             chain = next(committed, most)
-            rows = [has for of, has in voted if of == chain or not has]
-            proposal = Proposal(tuple(name for name in self.members if all(name in row for row in rows)), chain)
+            rows = {has for of, has in voted if of == chain or not has}  # mostly one
+            common = frozenset(self.members).intersection(*rows)
+            proposal = Proposal(tuple(name for name in self.members if name in common), chain)
         return replace(self, proposal=proposal, accepted=(self.ballot, proposal), accepts=frozenset({self.name}))
 
     def _quorum(self, names: Collection[str]) -> bool:
@@ -205,7 +206,8 @@ class Rounds:
     def arrives(self, key: Key, view: View, has: Collection[str], chain: int) -> list[tuple[Key, Sends]]:
         """Come to a round with the messages that this member has; return the votes to send, as `received` does."""
         self._flying.get(key[2], {}).pop(key[1], None)
-        own = tuple(name for name in view.members if name in has)
+        there = frozenset(has)
+        own = tuple(name for name in view.members if name in there)
         begins = not any(k[0] == key[0] and k[2] == key[2] and k != key for k in self.states)
         stay = frozenset(view.members).intersection(view.before) if begins else frozenset[str]()
         past = sorted((k for k in self.states if k[2] == key[2]), key=lambda k: k[1])[:-KEPT]

@@ -42,7 +42,7 @@ class LobbyState:
     view: View | None = None  # the highest view (numbered membership) made so far
     agreed: int = 0  # number of the highest view that may be in force
     seen: int = 0  # the highest number of a view that any worker knew
-    # Members of earlier views only: they may return under new names.
+    # Members of earlier views only, for ever: they may return under new names. One that slept may have been forgotten.
     dismissed: frozenset[str] = frozenset()
     origin: str = ""  # name of the worker that founded the run; empty: none yet
     came: float = 0.0  # when the last new guest came
@@ -95,8 +95,7 @@ class LobbyState:
         # The founder may have died before another worker had its parameters.
         origins = [guest.beat.origin for name, guest in kept.items() if guest.beat.origin and not self._left(name)]
         origin = self.origin if self.seen or self.origin in origins else next(iter(origins), "")
-        ended, dismissed = self.ended.intersection(kept), self.dismissed.intersection(kept)
-        return replace(self, guests=kept, origin=origin, ended=ended, dismissed=dismissed)
+        return replace(self, guests=kept, origin=origin, ended=self.ended.intersection(kept))
 
     def _decided(self, now: float) -> "LobbyState":
         """Update whether the lobby is settled, then which view is agreed, then make a next view if needed."""
@@ -258,7 +257,7 @@ class LobbyState:
             agreed=self.agreed,
             gone=tuple(n for n in self.members if self.settled and self._dead(n, now)),
             entered={n: self.guests[n].beat.entered for n in self.members if n in self.guests},
-            round=max((self.guests[n].beat.round for n in self.members if n in self.guests), default=0),
+            round=max((self.guests[n].beat.reached for n in self.members if n in self.guests), default=0),
             donor=(donor, self.guests[donor].beat.place) if donor else None,
             founder=self.founder(now) == name,
             out=self.out(name),

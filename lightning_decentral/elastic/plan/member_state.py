@@ -100,7 +100,7 @@ class MemberState:
         """Take another member's heartbeat, which may bring a later view; answer if it can't reach the lobby."""
         if self.out:
             return self, []
-        theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.round))
+        theirs, state = beat.view, replace(self._awake(now), reached=max(self.reached, beat.reached))
         if now - state.woke > self.times.beat:
             state = replace(state, met_at={**self.met_at, beat.sender: now})
         if theirs and self.mine.view and theirs.number > _number(self.mine.view):

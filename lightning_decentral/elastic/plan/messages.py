@@ -36,6 +36,11 @@ class Heartbeat:
     leaving: bool = False  # this worker ends, so others needn't wait
     asks: bool = False  # asks for an answer: the sender can't reach the lobby. Answers have it false
 
+    @property
+    def reached(self) -> int:
+        """The newest round that others must catch up with: none of a newcomer that waits for them in its first one."""
+        return self.round if self.entered and self.round > self.entered[0][1] else 0
+
 
 @dataclass(frozen=True)
 class LobbyUpdate:

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_decentral.elastic.plan.asynchronous import Asynchronous
 from lightning_decentral.shared.plan.arguments import at_least, checked
@@ -63,7 +64,7 @@ class View:
     founders: int
     left: tuple[str, ...] = ()  # members of the view before that announced their end; other missing ones were lost
 
-    @property
+    @cached_property
     def key(self) -> int:
         """Key of this view in messages: number * 2^31 + a checksum of the rest. Below 2^63 for 2^32 views."""
         rest = f"{self.members} {self.first_round} {self.before} {self.origin} {self.left}"

@@ -70,7 +70,7 @@ class Leading(Participant):
 
     def of_first(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         found = list[Any]()
-        self._passed_on(lambda: found.append(self._meet(value, made)))  # an error alone: the value is large
+        self._passed_on(lambda: found.append(self.meet(value, made)))  # an error alone: the value is large
         return found[0]
 
 

@@ -199,11 +199,12 @@ class Participant(Course):
 
     def of_members(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
         """Return `made` of one value per member, its first device's. Collective, as `together`."""
-        return self._passed_on(lambda: self._meet(value, made))
+        return self._passed_on(lambda: self.meet(value, made))
 
     of_first = of_members  # as `of_members`, but only the first device's return value is valid
 
-    def _meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+    def meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
+        """As `of_members`, on the first device alone."""
         if not self.live:
             return made([value])
         key, self._met = (self.round, self._met), self._met + 1  # calls are matched by their order in a round

@@ -89,15 +89,17 @@ class StateMixer:
             bucket.adopt()
         self.mixer.drain()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, state_of: Callable[[Mixer], dict[str, Any]] = Mixer.state_dict) -> dict[str, Any]:
         packs = [list(pack) for pack in self.packs], [list(pack.values()) for pack in self.packs]
         looks = [self._trained, self._looks]
-        return {"packs": packs[0], "kinds": packs[1], "looks": looks, "mixer": self.mixer.state_dict()}
+        known = [place for place, p in enumerate(parameters_of(self._optimizer)) if p in self._known]
+        found = {"packs": packs[0], "kinds": packs[1], "looks": looks, "known": known}
+        return {**found, "mixer": state_of(self.mixer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, after the optimizer's states were loaded."""
+        """Restore what `state_dict` returned, after the optimizer's states were loaded; again with a later state."""
         # Packed as when saved: a message in flight has the layout of its buckets.
-        for number, places in enumerate(state["packs"]):
+        for number, places in [*enumerate(state["packs"])][len(self.packs) :]:
             if "kinds" in state:
                 saved = state["kinds"][number]
             else:  # saved by version 0.2, where each worker mixed its own optimizer's states
@@ -105,6 +107,8 @@ class StateMixer:
                 saved = kinds(self._optimizer, self.name, [parameters[place] for place in places], stepped=False)
             self._take(dict(zip(places, saved, strict=True)))
         self._trained, self._looks = state.get("looks", (0, 0))
+        parameters = parameters_of(self._optimizer)
+        self._known.update(parameters[place] for place in state.get("known", ()))
         self.mixer.load_state_dict(state["mixer"])
 
 

@@ -122,13 +122,15 @@ class Mixer:
         self.round, self.steps = self.round + 1, self.steps + 1
 
     @torch.no_grad()
-    def begin_at(self, states: Sequence[State]) -> None:
-        """Continue from another worker's rule states, at its anchors. RuntimeError if it mixes other buckets."""
-        if [s["anchor"].numel() for s in states] != [bucket.flat.numel() for bucket in self.buckets]:
+    def begin_at(self, states: Sequence[State], flats: Sequence[Tensor]) -> None:
+        """Continue from another worker's rule states, at its anchors or at these flat tensors, if it has either.
+        RuntimeError if it mixes other buckets."""
+        flats = flats or [state["anchor"] for state in states if "anchor" in state]
+        if flats and [flat.numel() for flat in flats] != [bucket.flat.numel() for bucket in self.buckets]:
             raise RuntimeError("parameters were unfrozen while this worker joined: start it again")
-        for bucket, own, state in zip(self.buckets, self._states, states, strict=True):
+        for bucket, own, state, flat in zip(self.buckets, self._states, states, flats, strict=False):
             own.update((name, value.to(bucket.flat.device, copy=True)) for name, value in state.items())
-            bucket.flat.copy_(own["anchor"])
+            bucket.flat.copy_(flat)
 
     def shown(self) -> list[Tensor]:
         """Tensors to evaluate instead of each bucket; empty for the parameters themselves."""

@@ -6,9 +6,9 @@
 A worker holds a number x; each round it learns something, sends x - anchor through a toy codec, and steps from the
 anchor by what its members commit.
 
-Of seeds 0 to 249 and 900 to 1899 three fail, and in none do members that go on differ. In 965 newcomers skip rounds, or
-come too late for a view's anchors, quicker than views settle. In 1855 a member waits for the vote of one that was never
-in its round, which waits for its next message. In 1762 the lobby makes a member of a former one.
+Of seeds 0 to 2,999 none fails, and in none do members that go on differ. Before, newcomers skipped rounds quicker than
+views settled (965), and the lobby made a member of a former one (1762). In about one seed of ten a member that was cut
+off from a decision joins anew; in fewer than one of a hundred a newcomer comes too late, or has nobody to ask.
 """
 
 import random

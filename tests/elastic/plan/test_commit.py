@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from lightning_decentral.elastic.plan.commit import CommitState, Proposal, Rounds, Sends, Vote
+from tests.elastic.plan import many
 from tests.elastic.plan.committed import schedule
 from tests.elastic.plan.network import Network
 
@@ -181,6 +182,15 @@ def test_schedules_of_whole_runs() -> None:
     assert events["committed"] > 500
     assert events["joined"]
     assert events["without some"]
+
+
+def test_many_members_commit_the_same_rounds_though_some_die() -> None:
+    """More: python -m tests.elastic.plan.many 1000 1000"""
+    found = many.ran(40, 40, deaths=6)
+    assert len(found.dead) == 6
+    assert len(found.counted) == 40
+    assert {len(counted) for counted in found.counted.values()} >= {34, 40}
+    assert found.votes < 40 * 40 * 10
 
 
 def test_a_round_doesnt_wait_for_a_member_that_passed_it() -> None:

@@ -269,6 +269,33 @@ def test_who_slept_is_out_for_good() -> None:
     assert hall.words["d"].out
 
 
+def test_who_slept_so_long_that_it_was_forgotten_is_out_too() -> None:
+    """A beat from before it knew of its first view looks like a newcomer's."""
+    hall = running()
+    hall.wait(1.6, *map(member, "abc"))
+    view = hall.lobby.view
+    hall.wait(1.0, *(member(n, coming=view) for n in "abc"))
+    hall.hear(newcomer("x", origin="a"))
+    assert hall.lobby.members == ("a", "b", "c", "x")
+    hall.wait(1.0, *(member(n, coming=hall.lobby.view) for n in "abcx"))
+    assert "d" not in hall.lobby.guests
+    hall.hear(newcomer("d", origin="a"))
+    assert hall.words["d"].out
+    assert hall.lobby.members == ("a", "b", "c", "x")
+
+
+def test_nobody_must_catch_up_with_a_newcomer_that_waits_for_the_others() -> None:
+    """Where views follow each other quickly all would skip rounds, end and join anew, for ever."""
+    hall = running()
+    view = View(4, (*FOUR.members, "x"), 60, FOUR.members, "a", 4)
+    waits = member("x", view, round=60)
+    old = [replace(member(n), view=view) for n in "abcd"]
+    hall.hear(waits, *old, old[0])
+    assert hall.words["a"].round == 20
+    hall.hear(replace(waits, round=61), old[0])
+    assert hall.words["a"].round == 61
+
+
 def test_an_older_beat_that_comes_later_is_ignored() -> None:
     hall = running()
     hall.lobby, words = hall.lobby.received(replace(member("a", round=5), count=1), hall.now)

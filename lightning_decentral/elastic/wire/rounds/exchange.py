@@ -43,6 +43,7 @@ from lightning_decentral.shared.wire.pending import Pending
 from lightning_decentral.shared.wire.transport import Message, Transport
 
 ROUND, ELEMENTS = 0, 1  # indices in a header
+LANE_BITS = 20  # an exchange has fewer messages in a round than 2 to this power
 
 
 @dataclass
@@ -87,8 +88,9 @@ class Post(ABC):
 class ViewTransport(Transport, Post):
     """Transport among the members of a view, point to point only, without collectives."""
 
-    def __init__(self, worker: Endpoint, view: View) -> None:
+    def __init__(self, worker: Endpoint, view: View, lane: int = 0) -> None:
         self.group = None  # no process group, but sockets
+        self._numbered = partial(_numbered, first=lane << LANE_BITS)
         self.rank, self.size = view.members.index(worker.name), len(view.members)  # the oldest has rank 0
         self.round = 0
         self._worker, self._view = worker, view
@@ -98,14 +100,14 @@ class ViewTransport(Transport, Post):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
         """Send and receive all messages of the round `self.round`."""
-        leaving: list[Pending] = [self._send(m, slot) for m, slot in _numbered(sends)]
+        leaving: list[Pending] = [self._send(m, slot) for m, slot in self._numbered(sends)]
         key, members = self._view.key, self._view.members
-        slots = [(Slot(members[m.peer], key, self.round, nth), m.tensor) for m, nth in _numbered(receives)]
+        slots = [(Slot(members[m.peer], key, self.round, nth), m.tensor) for m, nth in self._numbered(receives)]
         return leaving, [IncomingMessage(self._worker, self._view, slot, tensor) for slot, tensor in slots]
 
     def post(self, sends: Sequence[Message]) -> int:
         free = {m.peer for m in sends if self._worker.mesh.idle(self._view.members[m.peer])}  # slow links get fewer
-        leaving = [(m, slot) for m, slot in _numbered(sends) if m.peer in free]
+        leaving = [(m, slot) for m, slot in self._numbered(sends) if m.peer in free]
         for message, slot in leaving:
             self._send(Message(message.peer, message.tensor.clone(), message.tag), slot)
         return sum(m.tensor.numel() * m.tensor.element_size() for m, _ in leaving)
@@ -124,9 +126,9 @@ class ViewTransport(Transport, Post):
         return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
 
 
-def _numbered(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+def _numbered(messages: Sequence[Message], first: int) -> list[tuple[Message, int]]:
     """Number the messages of each peer, the same on both ends."""
-    places: dict[int, count[int]] = defaultdict(count)
+    places: dict[int, count[int]] = defaultdict(partial(count, first))
     return [(m, next(places[m.peer])) for m in messages]
 
 
@@ -221,6 +223,7 @@ class ElasticExchange(Exchange[PeerMessage]):
     order: Asynchronous | None = None  # asynchronous rounds; None: a round waits for the live members of its view
     commits: Commits | None = None  # decides each round once for all; None: each member mixes what it has received
     part: int = 0  # number of this exchange among the worker's
+    lane: int = 0  # bits of a message's number that tell it from other exchanges' messages of the same round; it rises
     chain: int = 0  # checksum of the decisions so far, equal on all members
     coder: Coder = field(init=False)
 
@@ -236,7 +239,7 @@ class ElasticExchange(Exchange[PeerMessage]):
         if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
-        links = ViewTransport(self.worker, view)
+        links = ViewTransport(self.worker, view, self.lane)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         if commits := self.commits:

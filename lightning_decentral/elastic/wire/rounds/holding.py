@@ -22,7 +22,7 @@ from lightning_decentral.elastic.wire.rounds.wholes import OwnBucket, StageBucke
 from lightning_decentral.gossip.compute.combine.combine import Combine
 from lightning_decentral.gossip.compute.healing import Healing, first_poisoned
 from lightning_decentral.gossip.wire.exchange import Exchange
-from lightning_decentral.gossip.wire.mixer import Flat, Mixer
+from lightning_decentral.gossip.wire.mixer import Flat, MeanOfSound, Mixer
 from lightning_decentral.gossip.wire.optimizer_mixer import healing
 from lightning_decentral.gossip.wire.optimizers import Mixers
 from lightning_decentral.shared.compute.buckets import Bucket, HostBucket, pack
@@ -42,6 +42,13 @@ class FirstMixer(Mixer):
 
     def step(self, learning_rate: float = 1.0, rounds: int = 1) -> None:
         super().step(learning_rate, rounds)
+        self._tell()
+
+    def restart(self, mean: MeanOfSound) -> None:
+        super().restart(mean)
+        self._tell()
+
+    def _tell(self) -> None:
         self._over.broadcast(torch.tensor([self.healing.healed])).wait()  # (1,): how often it was healed so far
 
 
@@ -59,6 +66,9 @@ class OtherMixer(FirstMixer):
         before, self.healing.healed = self.healing.healed, int(healed)
         if self.healing.healed > before:
             self.healing.forget()  # this device's states may have NaN, too
+
+    def restart(self, mean: MeanOfSound) -> None:
+        self.step()  # the first device's host has the whole
 
     def mixing(self) -> dict[str, float]:
         return {}
@@ -88,7 +98,8 @@ class Holding:
     def restore(self, mixers: Mixers, rule: Any, optimizers: Sequence[Optimizer]) -> None:
         """Start the mixers, or restore a donor's state of the rule (None: start)."""
         if rule is None:
-            mixers.adopt(optimizers[0])
+            for optimizer in optimizers:
+                mixers.adopt(optimizer)
         else:
             mixers.load_state_dict(rule, optimizers)
 
