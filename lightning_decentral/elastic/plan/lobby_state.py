@@ -75,7 +75,7 @@ class LobbyState:
         """Record when half of the members or more are silent: the lobby itself may have slept or been cut off. Then the
         first members to return don't continue without the others."""
         stay, size = self._counted(now)
-        return replace(self, doubted=now) if 2 * stay <= size else self
+        return replace(self, doubted=now) if 0 < size and 2 * stay <= size else self
 
     def _learnt(self, beat: Heartbeat) -> "LobbyState":
         """Learn the highest view and the run's founder from a heartbeat, as a restarted lobby must."""
@@ -143,9 +143,11 @@ class LobbyState:
         # The median of all: members wait for each other, and a single outlier would be far ahead.
         pace = median([guest.beat.pace for guest in guests if guest.beat.pace] or [0.0])
         ahead, times = [self.view.first_round + 1 if self.view else 1], self.times
+        trips = [guest.beat.trip for guest in guests]
+        trip = max(trips, default=0.0) if all(trips) else 0.0
         for guest in guests:
             since = times.rounds_in(min(now - guest.at, times.beat), pace)
-            ahead.append(guest.beat.round + since + times.rounds_ahead(pace))
+            ahead.append(guest.beat.round + since + times.rounds_ahead(pace, trip))
         return max(ahead)
 
     def _counted(self, now: float) -> tuple[int, int]:
@@ -217,7 +219,7 @@ class LobbyState:
         """Return the member that sends its state to a newcomer: its present donor if alive, else the least busy."""
         beat = self.guests[name].beat
         # Silent members may soon be lost: newcomers that could replace them fetch the state meanwhile.
-        alive = [n for n in self.alive(now) if n not in self.ended and self._silent(n, now) <= self.times.ended]
+        alive = [n for n in self.alive(now) if n not in self.ended and self._silent(n, now) <= self.times.late]
         members = alive if self.view else self.ready(now)
         healing = [n for n in self._newcomers(now) if not self.guests[n].beat.origin]
         room = self.bounds.most - len(alive) - len(self.ready(now))

@@ -28,6 +28,7 @@ class Fetch(NamedTuple):
 
 Act = Send | Fetch
 
+FADES = 0.8  # by which an earlier longest trip counts
 IN_STEP = 4  # Rounds by which members in step with each other may differ.
 
 
@@ -80,8 +81,11 @@ class MemberState:
             )
             return replace(self, out=why), []
         known = {name for view in self.views.values() for name in view.members}
+        sent_at = self.asked.get(update.acknowledged)
+        trip = self.mine.trip if sent_at is None else max(now - sent_at, FADES * self.mine.trip)
         state = replace(
             self,
+            mine=replace(self.mine, trip=trip),
             acknowledged_at=max(self.acknowledged_at, self.asked.get(update.acknowledged, float("-inf"))),
             asked={count: at for count, at in self.asked.items() if count > update.acknowledged},
             gone=frozenset(update.gone),
@@ -117,6 +121,10 @@ class MemberState:
         if self.out or now - self.sent_at < self.times.beat:
             return self, []
         return self._awake(now)._beat(now)
+
+    def reconnects(self, now: float) -> tuple["MemberState", list[Act]]:
+        """Send a heartbeat at once, as the connection to the lobby has ended."""
+        return (self, []) if self.out else self._awake(now)._beat(now)
 
     def _awake(self, now: float) -> "MemberState":
         """Record a sleep of this host: heartbeats that arrived meanwhile don't show that their senders live."""

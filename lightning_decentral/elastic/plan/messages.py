@@ -35,6 +35,7 @@ class Heartbeat:
     seen: int = 0  # the highest number of a view that this worker knows
     leaving: bool = False  # this worker ends, so others needn't wait
     asks: bool = False  # asks for an answer: the sender can't reach the lobby. Answers have it false
+    trip: float = 0.0  # seconds between a heartbeat and the lobby's answer, a recent maximum; 0: unknown
 
     @property
     def reached(self) -> int:

@@ -138,7 +138,12 @@ class Times:
     @property
     def ended(self) -> float:
         """Seconds of silence after which a worker whose connection to the lobby has ended counts as dead: a live worker
-        connects again with its next heartbeat."""
+        connects again at once."""
+        return self.beat / 2
+
+    @property
+    def late(self) -> float:
+        """Seconds of silence after which no newcomer fetches from a member: it may soon be lost."""
         return 2 * self.beat
 
     @property
@@ -152,10 +157,12 @@ class Times:
         heartbeats again by then."""
         return 3 * self.dead_after
 
-    def rounds_ahead(self, pace: float) -> int:
+    def rounds_ahead(self, pace: float, trip: float = 0.0) -> int:
         """Return the number of rounds until a view begins, when every member should know it. A round takes `pace`
-        seconds (0: unknown)."""
-        return 2 + self.rounds_in(self.beat, pace)
+        seconds, a message to the lobby and its answer `trip` (0: unknown)."""
+        # Half a trip to the members, one more until enough have answered and all are told; the rest is a margin.
+        known = min(self.beat, 4 * trip + self.beat / 10) if trip else self.beat
+        return 2 + self.rounds_in(known, pace)
 
     def rounds_in(self, seconds: float, pace: float) -> int:
         """Return the whole rounds of `pace` seconds in a time; 0 if the pace is unknown."""

@@ -42,7 +42,7 @@ class LobbyClient:
         self.lobby, self._fetch, self._ask = lobby, fetch, ask
         self._connection: socket.socket | None = None
         self._frames = Frames()
-        self._ended = False
+        self._ended = self._answered = False  # whether this connection has brought an answer
         self._thread = threading.Thread(target=self._run, name="lightning_decentral-membership", daemon=True)
 
     def start(self) -> None:
@@ -127,9 +127,12 @@ class LobbyClient:
             self._is_amiss(error)
             more, updates = b"", []
         if not more:  # the lobby has ended, or closed the connection
+            answered, self._answered = self._answered, False
             self._hang_up()
+            if answered and not self._ended:  # not again and again where the lobby refuses this worker
+                self.step(lambda state, now: state.reconnects(now))
         if updates:
-            self.refused = self.trouble = ""
+            self.refused, self.trouble, self._answered = "", "", True
         for update in updates:
             self.step(lambda state, now, update=update: state.notified(update, now))  # type: ignore[misc]
 

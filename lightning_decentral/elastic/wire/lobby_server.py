@@ -46,7 +46,10 @@ class LobbyServer:
             ready(port)
             while True:
                 await asyncio.sleep(self._lobby.times.beat)
-                self._next(*self._lobby.ticked(clock.now()))
+                self._tick()
+
+    def _tick(self) -> None:
+        self._next(*self._lobby.ticked(clock.now()))
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (known members of all views, members of the highest view that haven't left). Thread-safe."""
@@ -64,7 +67,8 @@ class LobbyServer:
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
                 del self._guests[name]
-                self._lobby = self._lobby.hung_up(name)  # counts as lost after `times.ended` further seconds of silence
+                self._lobby = self._lobby.hung_up(name)  # counts as lost after `times.ended` seconds of silence
+                asyncio.get_running_loop().call_later(1.01 * self._lobby.times.ended, self._tick)
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

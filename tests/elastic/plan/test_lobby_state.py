@@ -27,7 +27,7 @@ class Hall:
         """While these beat."""
         end = self.now + seconds
         while self.now < end - 1e-9:
-            self.now += TIMES.beat
+            self.now = min(end, self.now + TIMES.beat)
             self.hear(*beats)
             self.lobby, words = self.lobby.ticked(self.now)
             self.words.update(words)
@@ -161,16 +161,16 @@ def test_one_of_two_goes_on_with_a_newcomer() -> None:
     assert hall.lobby.view.members == ("a", "x")
 
 
-def test_the_place_of_who_hangs_up_is_healed_for_at_once_and_taken_after_two_beats() -> None:
+def test_the_place_of_who_hangs_up_is_healed_for_at_once_and_taken_after_half_a_beat() -> None:
     hall = running(most=4)
     hall.hear(newcomer("x"))
     assert hall.words["x"].donor is None
     hall.lobby = hall.lobby.hung_up("d")
     hall.hear(newcomer("x"))
     assert hall.words["x"].donor == ("a", "a:1")
-    hall.wait(TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
+    hall.wait(0.4 * TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
     assert hall.lobby.view == FOUR
-    hall.wait(2 * TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
+    hall.wait(0.2 * TIMES.beat, *map(member, "abc"), newcomer("x", origin="a"))
     assert hall.lobby.view is not None
     assert hall.lobby.view.members == ("a", "b", "c", "x")
 
@@ -178,7 +178,7 @@ def test_the_place_of_who_hangs_up_is_healed_for_at_once_and_taken_after_two_bea
 def test_who_connects_anew_has_not_ended() -> None:
     hall = running()
     hall.lobby = hall.lobby.hung_up("d")
-    hall.wait(TIMES.beat, *map(member, "abcd"))
+    hall.wait(0.4 * TIMES.beat, *map(member, "abcd"))
     hall.wait(4 * TIMES.beat, *map(member, "abc"))
     assert hall.lobby.view == FOUR
 
@@ -196,6 +196,16 @@ def test_a_view_is_a_beat_ahead_of_where_the_members_are_by_now() -> None:
     hall.hear(newcomer("x", origin="a"))
     assert hall.lobby.view is not None
     assert hall.lobby.view.first_round == 20 + 1 + TIMES.rounds_ahead(0.1)  # a round of 0.1 s since they were heard
+
+
+def test_a_view_is_sooner_where_members_know_how_long_the_lobbys_answers_take() -> None:
+    trips = dict(zip("abcd", (0.01, 0.02, 0.005, 0.0), strict=True))
+    for slow, ahead in ((0.0, TIMES.beat), (0.02, 4 * 0.02 + TIMES.beat / 10), (3.0, TIMES.beat)):
+        hall = running()
+        hall.hear(*(replace(member(name), trip=trip or slow, pace=0.01) for name, trip in trips.items()))
+        hall.hear(newcomer("x", origin="a"))
+        assert hall.lobby.view is not None
+        assert hall.lobby.view.first_round == 20 + 2 + int(ahead / 0.01)
 
 
 def test_who_leaves_is_not_waited_for() -> None:

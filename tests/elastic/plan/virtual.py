@@ -99,9 +99,12 @@ class World:
             self.net.broken(LOBBY, name)
         self.say("lobby is killed")
 
-    def _tick_lobby(self) -> None:
+    def _lobby_ticks(self) -> None:
         if self.lobby is not None:
             self._lobby_did(*self.lobby.ticked(self.net.now))
+
+    def _tick_lobby(self) -> None:
+        self._lobby_ticks()
         self.net.at(TIMES.beat, self._tick_lobby)
 
     def _hear(self, beat: Heartbeat) -> None:
@@ -111,6 +114,7 @@ class World:
     def _hung_up(self, name: str) -> None:
         if self.lobby is not None:
             self.lobby = self.lobby.hung_up(name)
+            self.net.at(1.01 * TIMES.ended, self._lobby_ticks)
 
     def _lobby_did(self, state: LobbyState, words: list[Any]) -> None:
         if self.lobby and state.view != self.lobby.view and state.view:
@@ -270,6 +274,7 @@ class World:
             self.connect(source, target)
         if target == LOBBY:
             self._hung_up(source)
+            self.on(source, lambda worker: worker.state.reconnects(self.net.now))
 
     # rounds
 
