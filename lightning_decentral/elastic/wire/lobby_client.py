@@ -13,8 +13,9 @@ from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberStat
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import Once, shut, warned
-from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame
+from lightning_decentral.elastic.wire.sockets.door import Once, hang_up, shut, warned
+from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame, readable
+from lightning_decentral.elastic.wire.sockets.keys import Key, WrongKey
 
 READ_BYTES = 1 << 16
 Step = Callable[[MemberState, float], tuple[MemberState, list[Act]]]
@@ -33,13 +34,15 @@ class LobbyClient:
         times: Times | None = None,
         changed: threading.Condition | None = None,  # notified when the state changes; None: makes a new one
         say: Callable[[str], None] = warned,  # prints a line if the lobby isn't reached or refuses this worker
+        key: Key | None = None,
     ) -> None:
         self.refused = ""  # why the lobby refuses this worker; empty: it doesn't, or hasn't answered
         self.trouble = ""  # why the lobby isn't reached; empty: it is reached
         self._say = Once(say)
         self.changed = changed or threading.Condition()
         self.state = MemberState(Heartbeat(name, 0, place), times or Times())
-        self.lobby, self._fetch, self._ask = lobby, fetch, ask
+        self.lobby, self._key, self._fetch, self._ask = lobby, key, fetch, ask
+        self._turn = threading.Lock()  # a TLS connection can't be read and written at a time
         self._connection: socket.socket | None = None
         self._frames = Frames()
         self._ended = False
@@ -94,7 +97,7 @@ class LobbyClient:
         self.step(lambda state, now: state.leaving(now))
         if self._connection is not None:
             with suppress(OSError):  # until the lobby has read it: a connection closed with messages unread loses it
-                self._connection.shutdown(socket.SHUT_WR)
+                hang_up(self._connection, socket.SHUT_WR)
                 while self._connection.recv(READ_BYTES):
                     pass
         self._hang_up()
@@ -114,12 +117,14 @@ class LobbyClient:
             self._listen(self.state.times.beat / 4)  # often enough for beats that are due
 
     def _listen(self, seconds: float) -> None:
-        if self._connection is None:
+        if (connection := self._connection) is None:
             time.sleep(seconds)
             return
         try:
-            self._connection.settimeout(seconds)
-            more = self._connection.recv(READ_BYTES)
+            if not readable(connection, seconds):
+                return
+            with self._turn:
+                more = connection.recv(READ_BYTES)
             updates = [read_message(LobbyUpdate, found) for found in self._frames.feed(more)]
         except TimeoutError:
             return
@@ -135,11 +140,12 @@ class LobbyClient:
 
     def _send(self, beat: Heartbeat) -> None:
         try:
-            if self._connection is None:
-                self._frames = Frames()  # an incomplete frame of the earlier connection is dropped
-                self._connection = connected(self.lobby, "lobby", self.state.times.beat)
-            self._connection.settimeout(self.state.times.beat)
-            self._connection.sendall(frame(asdict(beat)))
+            with self._turn:
+                if self._connection is None:
+                    self._frames = Frames()  # an incomplete frame of the earlier connection is dropped
+                    self._connection = connected(self.lobby, "lobby", self.state.times.beat, self._key)
+                self._connection.settimeout(self.state.times.beat)
+                self._connection.sendall(frame(asdict(beat)))
         except OSError as error:
             self._is_amiss(error)
             self._hang_up()
@@ -150,6 +156,8 @@ class LobbyClient:
             self.trouble = f"the lobby at {self.lobby} isn't reached: {error}"
             if type(error) is Refused:
                 self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
+            elif isinstance(error, WrongKey):
+                self.refused = f"the lobby refuses this worker: {error}"
             elif isinstance(error, ValueError):
                 self.refused = f"the program at {self.lobby} is no lobby of this version: {error}"
             self.changed.notify_all()

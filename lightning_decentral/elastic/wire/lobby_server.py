@@ -2,16 +2,18 @@
 
 import asyncio
 import platform
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, waiting_at
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
+from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
     LARGEST_BYTES,
@@ -19,6 +21,7 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     frame,
     wanted,
 )
+from lightning_decentral.elastic.wire.sockets.keys import Key
 
 READ_BYTES = 1 << 16
 SILENT_TIMES = 10  # multiple of `dead_after` after which a silent guest is disconnected
@@ -30,34 +33,68 @@ class LobbyServer:
     """Serves a `LobbyState`. `say` is called with a line for each view, and once for each reason why a host's guests
     are refused. `settled`: no run can have begun at an earlier lobby, so the lobby needn't wait for its members."""
 
-    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        times: Times,
+        say: Callable[[str], None],
+        settled: bool = False,
+        key: Key | None = None,  # None lets everybody in who knows the job
+    ) -> None:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
-        self._say_once = Once(say)
+        self._say_once, self._key = Once(say), key
         self._guests: dict[str, asyncio.StreamWriter] = {}
+        self._served = set[asyncio.Task[None]]()
         self._paused = self._place = ""
         self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
         """Serve until cancelled; `ready` is called with the port when it listens. OSError where it can't."""
-        server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
-        async with server:
-            port = server.sockets[0].getsockname()[1]
+        loop = asyncio.get_running_loop()  # one thread: states change one after the other
+        with socket.create_server((host, port), backlog=128) as listening:
+            entrance = Entrance(listening, loop, self._enter, self._key, self._say_once)
+            port = listening.getsockname()[1]
             self._place = f"{platform.node() if host in ('', '0.0.0.0') else host}:{port}"
             ready(port)
-            while True:
-                await asyncio.sleep(self._lobby.times.beat)
-                self._next(*self._lobby.ticked(clock.now()))
+            try:
+                while True:
+                    await asyncio.sleep(self._lobby.times.beat)
+                    self._next(*self._lobby.ticked(clock.now()))
+            finally:
+                await entrance.close()
 
     def members(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (known members of all views, members of the highest view that haven't left). Thread-safe."""
         return self._members, self._lobby.stayed
 
-    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _enter(self, guest: Guest) -> None:
+        reader = asyncio.StreamReader()
+        protocol, secured = asyncio.StreamReaderProtocol(reader), self._key and self._key.server
+        loop, (raw, guest.connection) = asyncio.get_running_loop(), (guest.connection, None)
+        assert raw is not None
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, raw, ssl=secured)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        frames, found = Frames(GREETING_BYTES), list[Any]()
+        try:
+            while not found:
+                if not (more := await reader.read(frames.missing)):  # nothing after the greeting is read
+                    raise ConnectionResetError("the connection has ended")
+                found = frames.feed(more)
+            wanted(found[0], "lobby")
+        except BaseException as error:
+            if isinstance(error, ValueError):
+                writer.write(frame({"refused": str(error)}))
+            writer.close()
+            raise
+        serving = loop.create_task(self._guest(reader, writer, guest.peer))
+        self._served.add(serving)  # else it might be collected
+        serving.add_done_callback(self._served.discard)
+
+    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         try:
             await self._listen(reader, writer)
         except ValueError as error:
-            host = (writer.get_extra_info("peername") or ("?",))[0]
-            self._say_once(f"{host} {error}", f"refused {host}: {error}")
+            self._say_once(f"{peer} {error}", f"refused {peer}: {error}")
             writer.write(frame({"refused": str(error)}))
         except OSError:
             pass  # the guest connects again, or falls silent
@@ -68,19 +105,13 @@ class LobbyServer:
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(GREETING_BYTES), False  # no more is read before the greeting
-        end = clock.now() + GREETING_SECONDS  # a connection without a greeting occupies a descriptor
+        frames, end = Frames(LARGEST_BYTES), clock.now() + GREETING_SECONDS
         while more := await self._more(reader, end):
             for found in frames.feed(more):
-                if greeted:
-                    beat = read_message(Heartbeat, found)
-                    self._guests[beat.sender] = writer  # the newest connection of that name
-                    self._next(*self._lobby.received(beat, clock.now()))
-                else:
-                    wanted(found, "lobby")
-                    greeted, frames.most = True, LARGEST_BYTES
-            if greeted:
-                end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
+                beat = read_message(Heartbeat, found)
+                self._guests[beat.sender] = writer  # the newest connection of that name
+                self._next(*self._lobby.received(beat, clock.now()))
+            end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
 
     async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
         try:
@@ -103,7 +134,10 @@ class LobbyServer:
             self._paused = update.paused
 
 
-def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
+def serve(
+    bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None], key: Key | None = None
+) -> None:
     """Run a lobby until Ctrl-C or SIGTERM. OSError if another program uses the port."""
     with suppress(KeyboardInterrupt):
-        asyncio.run(LobbyServer(bounds, times, partial(print, flush=True)).serve(host, port, ready))
+        server = LobbyServer(bounds, times, partial(print, flush=True), key=key)
+        asyncio.run(server.serve(host, port, ready))

@@ -10,7 +10,6 @@ couldn't send a message connects again at once, so that no other waits for the m
 its thread and connections are closed; when it leaves the view, all its entries are dropped (`forget`)."""
 
 import queue
-import select
 import socket
 import sys
 import threading
@@ -18,8 +17,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
-from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
+from lightning_decentral.elastic.wire.sockets.dialing import Dialer
+from lightning_decentral.elastic.wire.sockets.door import Door, Serve, hang_up, shut
+from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, frame, readable, receive, receive_bytes
 
 KEPT_ROUNDS = 8  # past rounds whose frames may still be awaited
 AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for a lost message
@@ -54,8 +54,15 @@ class Mesh:
     """Keeps one member's connections, at the address at which others reach this machine. `serve` maps services other
     than rounds to their functions; `changed` is notified when a message arrives."""
 
-    def __init__(self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition) -> None:
-        self.name, self.changed = name, changed
+    def __init__(
+        self,
+        host: str,
+        name: str,
+        serve: Mapping[str, Serve],
+        changed: threading.Condition,
+        dial: Dialer | None = None,  # None: without a key
+    ) -> None:
+        self.name, self.changed, self.dial = name, changed, dial or Dialer()
         self.lost: set[str] = set()
         self.round = 0
         self.awaited = True  # keep all messages until taken; False: keep the two newest rounds of each sender
@@ -67,7 +74,7 @@ class Mesh:
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
         self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
-        self._door = Door(host, {**serve, "rounds": self._receive})
+        self._door = Door(host, {**serve, "rounds": self._receive}, key=self.dial.key)
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -152,7 +159,7 @@ class Mesh:
                 line.put(None)
             self.changed.notify_all()
         for connection in [*connections, *(line.connection for line in lines)]:
-            shut(connection)  # ends threads that wait there
+            hang_up(connection)  # ends threads that wait there
 
     def close(self) -> None:
         """Close every connection; the other members see that at once."""
@@ -230,8 +237,8 @@ class Line(threading.Thread):
         if (connection := self.connection) is None:
             return self.idle
         try:
-            readable, _, _ = select.select([connection], [], [], ENDED_SECONDS)
-            return bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT  # below TLS, where the thread of this line may be sending
+            return readable(connection, ENDED_SECONDS) and not socket.socket.recv(connection, 1, flags)
         except (OSError, ValueError):
             return True
 
@@ -267,7 +274,7 @@ class Line(threading.Thread):
                 time.sleep(AGAIN_SECONDS)
 
     def _connect(self, first: tuple[int, int]) -> None:
-        self.connection = connected(self.place, "rounds", 5.0)
+        self.connection = self._mesh.dial(self._to, self.place, "rounds", 5.0)
         self.connection.settimeout(None)
         self.connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
 
