@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.dialing import Dialer
 from lightning_decentral.elastic.wire.sockets.door import Once
-from lightning_decentral.elastic.wire.sockets.frames import frame, receive
+from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
 from lightning_decentral.elastic.wire.sockets.keys import Key
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.starter import STARTER
@@ -50,14 +50,14 @@ class Endpoint:
         self._donor, self._refuses, self._refused = Donor(self._given), refuses, ""
         self._set_up = threading.Event()  # no state is fetched before it is set
         changed = threading.Condition()  # one for all parts: any change wakes every waiter
-        self._dial = Dialer(key)
+        self._key, self._dial = key, Dialer(key, lobby, lambda: not self.lobby_client.trouble)
         self.collective = Collective("", place_of, self._dial)
         served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
         self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed, self._dial)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # a new token at each start
         self.name = self.mesh.name = self.collective.name = name
-        told = self._fetch, self._ask, times, changed
-        self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, *told, key=key)
+        given = self._fetch, self._ask, times, changed
+        self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, *given, key=key, called=self._dial.called)
         self._value: Any = None
         self._view: View | None = None
         self._failed = ""
@@ -154,6 +154,8 @@ class Endpoint:
     def _met(self, connection: socket.socket) -> None:
         found = read_message(Heartbeat, receive(connection))
         self.lobby_client.step(lambda state, now: state.met(found, now))
+        if found.asks and not self.lobby_client.state.out:  # answered here, too: its sender may not be reached
+            connection.sendall(frame(asdict(replace(self.lobby_client.state.mine, asks=False))))
 
     def _fetch(self, donor: str, place: str) -> None:
         args = (donor, place)
@@ -186,7 +188,9 @@ class Endpoint:
         """Send a heartbeat on a thread, as a lost member must not delay the heartbeats to others."""
 
         def send() -> None:
-            with suppress(OSError), self._dial(to, place_of(to), "beat", 1.0) as connection:
+            with suppress(OSError, ValueError), connected(place_of(to), "beat", 1.0, self._key) as connection:
                 connection.sendall(frame(asdict(beat)))
+                if beat.asks:
+                    self._met(connection)
 
         threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Send
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
@@ -35,13 +36,14 @@ class LobbyClient:
         changed: threading.Condition | None = None,  # notified when the state changes; None: makes a new one
         say: Callable[[str], None] = warned,  # prints a line if the lobby isn't reached or refuses this worker
         key: Key | None = None,
+        called: Callable[[Any], None] = lambda call: None,  # answers a member that can't connect to this one
     ) -> None:
         self.refused = ""  # why the lobby refuses this worker; empty: it doesn't, or hasn't answered
         self.trouble = ""  # why the lobby isn't reached; empty: it is reached
         self._say = Once(say)
         self.changed = changed or threading.Condition()
         self.state = MemberState(Heartbeat(name, 0, place), times or Times())
-        self.lobby, self._key, self._fetch, self._ask = lobby, key, fetch, ask
+        self.lobby, self._key, self._fetch, self._ask, self._called = lobby, key, fetch, ask, called
         self._turn = threading.Lock()  # a TLS connection can't be read and written at a time
         self._connection: socket.socket | None = None
         self._frames = Frames()
@@ -125,18 +127,23 @@ class LobbyClient:
                 return
             with self._turn:
                 more = connection.recv(READ_BYTES)
-            updates = [read_message(LobbyUpdate, found) for found in self._frames.feed(more)]
+            for found in self._frames.feed(more):
+                self._take(found)
         except TimeoutError:
             return
         except (OSError, ValueError) as error:
             self._is_amiss(error)
-            more, updates = b"", []
+            more = b""
         if not more:  # the lobby has ended, or closed the connection
             self._hang_up()
-        if updates:
-            self.refused = self.trouble = ""
-        for update in updates:
-            self.step(lambda state, now, update=update: state.notified(update, now))  # type: ignore[misc]
+
+    def _take(self, found: Any) -> None:
+        if type(found) is dict and set(found) == {"call"}:
+            self._called(found["call"])
+            return
+        update = read_message(LobbyUpdate, found)
+        self.refused = self.trouble = ""
+        self.step(lambda state, now: state.notified(update, now))
 
     def _send(self, beat: Heartbeat) -> None:
         try:

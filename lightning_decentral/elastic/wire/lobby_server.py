@@ -3,7 +3,7 @@
 import asyncio
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -13,12 +13,14 @@ from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, waiting_at
 from lightning_decentral.elastic.wire.sockets import clock
+from lightning_decentral.elastic.wire.sockets.dialing import CALL_SECONDS, RELAYED
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
     LARGEST_BYTES,
     Frames,
     frame,
+    keeps_alive,
     wanted,
 )
 from lightning_decentral.elastic.wire.sockets.keys import Key
@@ -27,6 +29,9 @@ READ_BYTES = 1 << 16
 SILENT_TIMES = 10  # multiple of `dead_after` after which a silent guest is disconnected
 UNREAD_BYTES = 1 << 18
 """Bytes that a worker may leave unread before the lobby skips updates for it; later updates contain the earlier."""
+
+
+Listen = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 class LobbyServer:
@@ -44,6 +49,8 @@ class LobbyServer:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
         self._say_once, self._key = Once(say), key
         self._guests: dict[str, asyncio.StreamWriter] = {}
+        # {ticket of a call: (its caller, who answers it by a connection of its own)}
+        self._calls: dict[str, tuple[asyncio.StreamWriter, asyncio.Future[asyncio.StreamWriter]]] = {}
         self._served = set[asyncio.Task[None]]()
         self._paused = self._place = ""
         self._members: tuple[str, ...] = ()
@@ -74,29 +81,29 @@ class LobbyServer:
         assert raw is not None
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, raw, ssl=secured)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        frames, found = Frames(GREETING_BYTES), list[Any]()
+        services = {"lobby": self._listen, "call": self._pass_on, "called": self._relay}
         try:
-            while not found:
-                if not (more := await reader.read(frames.missing)):  # nothing after the greeting is read
-                    raise ConnectionResetError("the connection has ended")
-                found = frames.feed(more)
-            wanted(found[0], "lobby")
+            found = await _received(reader)
+            keeps_alive(raw)  # a relayed connection may be silent for long
+            listen = services[wanted(found, *services)]
         except BaseException as error:
             if isinstance(error, ValueError):
                 writer.write(frame({"refused": str(error)}))
             writer.close()
             raise
-        serving = loop.create_task(self._guest(reader, writer, guest.peer))
+        serving = loop.create_task(self._guest(listen, reader, writer, guest.peer))
         self._served.add(serving)  # else it might be collected
         serving.add_done_callback(self._served.discard)
 
-    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
+    async def _guest(
+        self, listen: Listen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
+    ) -> None:
         try:
-            await self._listen(reader, writer)
-        except ValueError as error:
+            await listen(reader, writer)
+        except (ValueError, KeyError, TypeError) as error:
             self._say_once(f"{peer} {error}", f"refused {peer}: {error}")
             writer.write(frame({"refused": str(error)}))
-        except OSError:
+        except (OSError, asyncio.TimeoutError):
             pass  # the guest connects again, or falls silent
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
@@ -112,6 +119,32 @@ class LobbyServer:
                 self._guests[beat.sender] = writer  # the newest connection of that name
                 self._next(*self._lobby.received(beat, clock.now()))
             end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass a member's call on to another one (`sockets.dialing`); if that one answers here, relay what it sends."""
+        call = await asyncio.wait_for(_received(reader), GREETING_SECONDS)
+        called, ticket = self._guests.get(call["to"]), str(call["ticket"])
+        if called is None:
+            return
+        answered = asyncio.get_running_loop().create_future()
+        self._calls[ticket] = writer, answered
+        called.write(frame({"call": {"place": str(call["place"]), "ticket": ticket}}))
+        ended = asyncio.ensure_future(reader.read(1))  # the caller hangs up when it is answered directly
+        try:
+            await asyncio.wait({answered, ended}, timeout=CALL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._calls.pop(ticket, None)
+            ended.cancel()
+            await asyncio.wait({ended})
+        if answered.done():
+            writer.write(frame(RELAYED))
+            await _relayed(reader, answered.result())
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relay what the one who was called sends to its caller."""
+        caller, answered = self._calls.pop(str(await asyncio.wait_for(_received(reader), GREETING_SECONDS)))
+        answered.set_result(writer)
+        await _relayed(reader, caller)
 
     async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
         try:
@@ -132,6 +165,26 @@ class LobbyServer:
             if update.paused not in ("", self._paused) and lobby.stayed:  # otherwise all have ended, and none waits
                 self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
+
+
+async def _received(reader: asyncio.StreamReader) -> Any:
+    """Receive one short frame, and read nothing after it."""
+    frames, found = Frames(GREETING_BYTES), list[Any]()
+    while not found:
+        if not (more := await reader.read(frames.missing)):
+            raise ConnectionResetError("the connection has ended")
+        found = frames.feed(more)
+    return found[0]
+
+
+async def _relayed(reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+    """Pass on bytes until either end has gone; a slow reader slows down the sender."""
+    try:
+        while more := await reader.read(READ_BYTES):
+            to.write(more)
+            await to.drain()
+    finally:
+        to.close()
 
 
 def serve(

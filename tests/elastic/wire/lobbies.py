@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
@@ -58,7 +57,7 @@ class LobbyProcess:
         raise AssertionError("no lobby after 20 s")
 
     def kill(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

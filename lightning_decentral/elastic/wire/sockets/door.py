@@ -19,6 +19,7 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     Frames,
     frame,
     keeps_alive,
+    receive,
     wanted,
 )
 from lightning_decentral.elastic.wire.sockets.keys import HANDSHAKE, NEEDS_KEY, NEEDS_NONE, Key
@@ -224,6 +225,18 @@ class Door:
             self._say("full", f"no connection can be served ({error}): raise `ulimit -u`; trying again")
             self._open.discard(connection)
             connection.close()
+
+    def admit(self, connection: socket.socket) -> None:
+        """Serve the other end of a connection that this end has made, on the calling thread. OSError or ValueError if
+        it doesn't greet."""
+        try:
+            connection.settimeout(GREETING_SECONDS)
+            serve = self._serve[wanted(receive(connection), *self._serve)]
+        except (OSError, ValueError):
+            connection.close()
+            raise
+        self._open.add(connection)
+        self._served(connection, serve)
 
     def _served(self, connection: socket.socket, serve: Serve) -> None:
         kept = False

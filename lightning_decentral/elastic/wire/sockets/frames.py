@@ -196,11 +196,16 @@ def connected(place: str, wants: str, seconds: float, key: Key | None = None) ->
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # heartbeats wait for no acknowledgement
         keeps_alive(made)
         made = key.secured(made, place) if key else made
-        made.sendall(frame({"job": _job(), "wants": wants}))
+        greet(made, wants)
     except OSError:
         made.close()
         raise
     return made
+
+
+def greet(connection: socket.socket, wants: str) -> None:
+    """Send the greeting of a guest that wants this service."""
+    connection.sendall(frame({"job": _job(), "wants": wants}))
 
 
 def readable(connection: socket.socket, seconds: float) -> bool:

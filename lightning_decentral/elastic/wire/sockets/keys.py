@@ -9,7 +9,6 @@ import socket
 import ssl
 import stat
 import subprocess
-from pathlib import Path
 
 KEY = "LIGHTNING_DECENTRAL_KEY"
 HANDSHAKE = b"\x16"  # the first byte of a TLS connection; a frame that is short enough for a greeting begins with zero
@@ -74,13 +73,10 @@ def key_of(path: str) -> Key | None:
 def new_key(path: str) -> None:
     """Make a key in a new file that only this user may read. ValueError if it exists or can't be made."""
     try:
+        made = subprocess.run(MAKES, check=True, capture_output=True).stdout
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            try:
-                file.write(subprocess.run(MAKES, check=True, capture_output=True).stdout)
-            except (OSError, subprocess.CalledProcessError) as error:
-                Path(path).unlink()
-                raise ValueError(f"`openssl req` makes keys, and failed here ({error}): install openssl") from None
+            file.write(made)
     except FileExistsError:
         raise ValueError(f"{path} exists: a key isn't overwritten, give another file") from None
-    except OSError as error:
-        raise ValueError(f"{path} can't be written: {error.strerror}") from None
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"no key can be written to {path} ({error}): it takes the program openssl") from None

@@ -74,7 +74,8 @@ class Mesh:
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
         self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
-        self._door = Door(host, {**serve, "rounds": self._receive}, key=self.dial.key)
+        services = {**serve, "rounds": self._receive, "called": self.dial.arrives}
+        self._door = self.dial.door = Door(host, services, key=self.dial.key)
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -154,6 +155,8 @@ class Mesh:
                 self.coming.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
+            for line in lines:
+                self.dial.direct.pop(line.place, None)
             connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
             for line in lines:
                 line.put(None)
@@ -257,8 +260,9 @@ class Line(threading.Thread):
 
     def _end(self) -> None:
         """End this thread's connection; later messages get a new one."""
-        self._mesh.lose(self._to)
         with self._mesh.changed:
+            if self._to not in self._mesh._newest:  # else another program refuses at the address of a hidden member
+                self._mesh.lose(self._to)
             if self._queue.empty():
                 self.put(None)
 

@@ -53,7 +53,7 @@ def test_half_a_key_is_none(tmp_path: Path) -> None:
 
 def test_without_openssl_there_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="install openssl"):
+    with pytest.raises(ValueError, match="takes the program openssl"):
         new_key(str(tmp_path / "run.key"))
     assert not list(tmp_path.iterdir())
 
