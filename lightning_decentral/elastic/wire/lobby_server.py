@@ -16,9 +16,9 @@ from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.dialing import CALL_SECONDS, RELAYED
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
-    GREETING_BYTES,
     LARGEST_BYTES,
     Frames,
+    first_of,
     frame,
     keeps_alive,
     wanted,
@@ -83,9 +83,8 @@ class LobbyServer:
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         services = {"lobby": self._listen, "call": self._pass_on, "called": self._relay}
         try:
-            found = await _received(reader)
+            listen = services[wanted(await first_of(reader.read), *services)]
             keeps_alive(raw)  # a relayed connection may be silent for long
-            listen = services[wanted(found, *services)]
         except BaseException as error:
             if isinstance(error, ValueError):
                 writer.write(frame({"refused": str(error)}))
@@ -122,7 +121,7 @@ class LobbyServer:
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a member's call on to another one (`sockets.dialing`); if that one answers here, relay what it sends."""
-        call = await asyncio.wait_for(_received(reader), GREETING_SECONDS)
+        call = await asyncio.wait_for(first_of(reader.read), GREETING_SECONDS)
         called, ticket = self._guests.get(call["to"]), str(call["ticket"])
         if called is None:
             return
@@ -142,7 +141,7 @@ class LobbyServer:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay what the one who was called sends to its caller."""
-        caller, answered = self._calls.pop(str(await asyncio.wait_for(_received(reader), GREETING_SECONDS)))
+        caller, answered = self._calls.pop(str(await asyncio.wait_for(first_of(reader.read), GREETING_SECONDS)))
         answered.set_result(writer)
         await _relayed(reader, caller)
 
@@ -165,16 +164,6 @@ class LobbyServer:
             if update.paused not in ("", self._paused) and lobby.stayed:  # otherwise all have ended, and none waits
                 self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
-
-
-async def _received(reader: asyncio.StreamReader) -> Any:
-    """Receive one short frame, and read nothing after it."""
-    frames, found = Frames(GREETING_BYTES), list[Any]()
-    while not found:
-        if not (more := await reader.read(frames.missing)):
-            raise ConnectionResetError("the connection has ended")
-        found = frames.feed(more)
-    return found[0]
 
 
 async def _relayed(reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:

@@ -94,7 +94,6 @@ class Dialer:
             with suppress(OSError):
                 made = connected(place, "called", DIRECT_SECONDS, self.key)
             self.direct[place] = made is not None
-        with suppress(OSError, ValueError):
-            made = made or connected(self._lobby, "called", CALL_SECONDS, self.key)
-            made.sendall(frame(str(call["ticket"])))
-            self.door.admit(made)
+        with suppress(OSError, ValueError), made or connected(self._lobby, "called", CALL_SECONDS, self.key) as answer:
+            answer.sendall(frame(str(call["ticket"])))
+            self.door.admit(answer)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
-    Frames,
+    first_of,
     frame,
     keeps_alive,
     receive,
@@ -92,7 +92,7 @@ class Entrance:
         self._listening, self._loop, self._enter, self._key, self._say = listening, loop, enter, key, say
         self._waiting = dict[asyncio.Task[None], str]()  # {guest that hasn't greeted: its host}, the oldest first
         listening.setblocking(False)
-        self._opens()
+        loop.add_reader(listening, self._accept)
 
     async def close(self) -> None:
         """Stop accepting, and close guests that haven't greeted."""
@@ -100,9 +100,6 @@ class Entrance:
         for greeting in (waiting := list(self._waiting)):
             greeting.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-    def _opens(self) -> None:
-        self._loop.add_reader(self._listening, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -114,7 +111,7 @@ class Entrance:
             for greeting in self._waiting:
                 greeting.cancel()
             self._loop.remove_reader(self._listening)
-            self._loop.call_later(FULL_SECONDS, self._opens)
+            self._loop.call_later(FULL_SECONDS, self._loop.add_reader, self._listening, self._accept)
             return
         if len(self._waiting) >= MOST_WAITING:  # many guests of one host mustn't keep others out
             hosts = list(self._waiting.values())
@@ -208,13 +205,8 @@ class Door:
             options = {"server_side": True, "do_handshake_on_connect": False}
             connection = guest.connection = self._key.server.wrap_socket(connection, **options)
             await ready(connection, connection.do_handshake)
-        frames, found = Frames(GREETING_BYTES), list[Any]()
-        while not found:
-            more = await ready(connection, connection.recv, frames.missing)  # nothing after the greeting is read
-            if not more:
-                raise ConnectionResetError("the connection has ended")
-            found = frames.feed(more)
-        self._let_in(connection, wanted(found[0], *self._serve))
+        greeting = await first_of(partial(ready, connection, connection.recv))
+        self._let_in(connection, wanted(greeting, *self._serve))
 
     def _let_in(self, connection: socket.socket, wants: str) -> None:
         self._open.add(connection)
@@ -227,14 +219,9 @@ class Door:
             connection.close()
 
     def admit(self, connection: socket.socket) -> None:
-        """Serve the other end of a connection that this end has made, on the calling thread. OSError or ValueError if
-        it doesn't greet."""
-        try:
-            connection.settimeout(GREETING_SECONDS)
-            serve = self._serve[wanted(receive(connection), *self._serve)]
-        except (OSError, ValueError):
-            connection.close()
-            raise
+        """Serve the other end of a connection that this end has made, on the calling thread."""
+        connection.settimeout(GREETING_SECONDS)
+        serve = self._serve[wanted(receive(connection), *self._serve)]
         self._open.add(connection)
         self._served(connection, serve)
 

@@ -17,7 +17,7 @@ import os
 import select
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,6 +91,16 @@ class Frames:
             found.append(message(self._bytes[LENGTH_BYTES:end]))
             del self._bytes[:end]
         return found
+
+
+async def first_of(read: Callable[[int], Awaitable[bytes]]) -> Any:
+    """Return the next message, of a few bytes, by `read(most bytes)`, and read nothing after it."""
+    frames, found = Frames(GREETING_BYTES), list[Any]()
+    while not found:
+        if not (more := await read(frames.missing)):
+            raise ConnectionResetError("the connection has ended")
+        found = frames.feed(more)
+    return found[0]
 
 
 def receive(connection: socket.socket) -> Any:
@@ -213,6 +223,15 @@ def readable(connection: socket.socket, seconds: float) -> bool:
     poll = select.poll()  # `select` knows no descriptors beyond 1024
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
+
+
+def ended(connection: socket.socket, seconds: float) -> bool:
+    """Return whether the other end closes a connection within this time, even one on which a thread is sending."""
+    try:  # below TLS, whose state is that thread's
+        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        return readable(connection, seconds) and not socket.socket.recv(connection, 1, flags)
+    except (OSError, ValueError):
+        return True
 
 
 def keeps_alive(connection: socket.socket) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lightning_decentral.elastic.wire.sockets.dialing import Dialer
 from lightning_decentral.elastic.wire.sockets.door import Door, Serve, hang_up, shut
-from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, frame, readable, receive, receive_bytes
+from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, ended, frame, receive, receive_bytes
 
 KEPT_ROUNDS = 8  # past rounds whose frames may still be awaited
 AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for a lost message
@@ -55,12 +55,7 @@ class Mesh:
     than rounds to their functions; `changed` is notified when a message arrives."""
 
     def __init__(
-        self,
-        host: str,
-        name: str,
-        serve: Mapping[str, Serve],
-        changed: threading.Condition,
-        dial: Dialer | None = None,  # None: without a key
+        self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition, dial: Dialer | None = None
     ) -> None:
         self.name, self.changed, self.dial = name, changed, dial or Dialer()
         self.lost: set[str] = set()
@@ -74,8 +69,8 @@ class Mesh:
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
         self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
-        services = {**serve, "rounds": self._receive, "called": self.dial.arrives}
-        self._door = self.dial.door = Door(host, services, key=self.dial.key)
+        own = {"rounds": self._receive, "called": self.dial.arrives}
+        self._door = self.dial.door = Door(host, {**serve, **own}, key=self.dial.key)
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -155,10 +150,9 @@ class Mesh:
                 self.coming.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
-            for line in lines:
-                self.dial.direct.pop(line.place, None)
             connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
             for line in lines:
+                self.dial.direct.pop(line.place, None)
                 line.put(None)
             self.changed.notify_all()
         for connection in [*connections, *(line.connection for line in lines)]:
@@ -237,13 +231,7 @@ class Line(threading.Thread):
 
     def cut(self) -> bool:
         """Return whether the other end closes this connection, too, within `ENDED_SECONDS`."""
-        if (connection := self.connection) is None:
-            return self.idle
-        try:
-            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT  # below TLS, where the thread of this line may be sending
-            return readable(connection, ENDED_SECONDS) and not socket.socket.recv(connection, 1, flags)
-        except (OSError, ValueError):
-            return True
+        return self.idle if (connection := self.connection) is None else ended(connection, ENDED_SECONDS)
 
     def run(self) -> None:
         while (sent := self._queue.get()) is not None:
