@@ -76,7 +76,7 @@ class LobbyServer:
 
     async def _enter(self, guest: Guest) -> None:
         reader = asyncio.StreamReader()
-        protocol, secured = asyncio.StreamReaderProtocol(reader), self._key and self._key.server
+        protocol, secured = asyncio.StreamReaderProtocol(reader), self._key.server if self._key else None
         loop, (raw, guest.connection) = asyncio.get_running_loop(), (guest.connection, None)
         assert raw is not None
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, raw, ssl=secured)
