@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
@@ -16,7 +16,6 @@ from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.dialing import CALL_SECONDS, RELAYED
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
-    LARGEST_BYTES,
     Frames,
     first_of,
     frame,
@@ -31,7 +30,7 @@ UNREAD_BYTES = 1 << 18
 """Bytes that a worker may leave unread before the lobby skips updates for it; later updates contain the earlier."""
 
 
-Listen = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+T = TypeVar("T")
 
 
 class LobbyServer:
@@ -51,7 +50,6 @@ class LobbyServer:
         self._guests: dict[str, asyncio.StreamWriter] = {}
         # {ticket of a call: (its caller, who answers it by a connection of its own)}
         self._calls: dict[str, tuple[asyncio.StreamWriter, asyncio.Future[asyncio.StreamWriter]]] = {}
-        self._served = set[asyncio.Task[None]]()
         self._paused = self._place = ""
         self._members: tuple[str, ...] = ()
 
@@ -75,34 +73,21 @@ class LobbyServer:
         return self._members, self._lobby.stayed
 
     async def _enter(self, guest: Guest) -> None:
-        reader = asyncio.StreamReader()
-        protocol, secured = asyncio.StreamReaderProtocol(reader), self._key.server if self._key else None
-        loop, (raw, guest.connection) = asyncio.get_running_loop(), (guest.connection, None)
+        (raw, guest.connection), secured = (guest.connection, None), self._key.server if self._key else None
         assert raw is not None
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, raw, ssl=secured)
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        keeps_alive(raw)  # a relayed connection may be silent for long
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._guest)  # called after the handshake
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, raw, ssl=secured)
+
+    async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         services = {"lobby": self._listen, "call": self._pass_on, "called": self._relay}
         try:
-            listen = services[wanted(await first_of(reader.read), *services)]
-            keeps_alive(raw)  # a relayed connection may be silent for long
-        except BaseException as error:
-            if isinstance(error, ValueError):
-                writer.write(frame({"refused": str(error)}))
-            writer.close()
-            raise
-        serving = loop.create_task(self._guest(listen, reader, writer, guest.peer))
-        self._served.add(serving)  # else it might be collected
-        serving.add_done_callback(self._served.discard)
-
-    async def _guest(
-        self, listen: Listen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str
-    ) -> None:
-        try:
-            await listen(reader, writer)
+            await services[wanted(await _soon(first_of(reader.read)), *services)](reader, writer)
         except (ValueError, KeyError, TypeError) as error:
-            self._say_once(f"{peer} {error}", f"refused {peer}: {error}")
+            host = (writer.get_extra_info("peername") or ("?",))[0]
+            self._say_once(f"{host} {error}", f"refused {host}: {error}")
             writer.write(frame({"refused": str(error)}))
-        except (OSError, asyncio.TimeoutError):
+        except OSError:
             pass  # the guest connects again, or falls silent
         finally:
             for name in [name for name, other in self._guests.items() if other is writer]:
@@ -111,17 +96,17 @@ class LobbyServer:
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, end = Frames(LARGEST_BYTES), clock.now() + GREETING_SECONDS
-        while more := await self._more(reader, end):
+        frames, seconds = Frames(), GREETING_SECONDS
+        while more := await _soon(reader.read(READ_BYTES), seconds):
             for found in frames.feed(more):
                 beat = read_message(Heartbeat, found)
                 self._guests[beat.sender] = writer  # the newest connection of that name
                 self._next(*self._lobby.received(beat, clock.now()))
-            end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
+                seconds = SILENT_TIMES * self._lobby.times.dead_after
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a member's call on to another one (`sockets.dialing`); if that one answers here, relay what it sends."""
-        call = await asyncio.wait_for(first_of(reader.read), GREETING_SECONDS)
+        call = await _soon(first_of(reader.read))
         called, ticket = self._guests.get(call["to"]), str(call["ticket"])
         if called is None:
             return
@@ -141,15 +126,9 @@ class LobbyServer:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay what the one who was called sends to its caller."""
-        caller, answered = self._calls.pop(str(await asyncio.wait_for(first_of(reader.read), GREETING_SECONDS)))
+        caller, answered = self._calls.pop(str(await _soon(first_of(reader.read))))
         answered.set_result(writer)
         await _relayed(reader, caller)
-
-    async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
-        try:
-            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
-        except asyncio.TimeoutError:
-            raise ValueError("a guest that sends nothing") from None
 
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:
         before, self._lobby = self._lobby.view, lobby
@@ -164,6 +143,13 @@ class LobbyServer:
             if update.paused not in ("", self._paused) and lobby.stayed:  # otherwise all have ended, and none waits
                 self._say(waiting_at(self._place, update.paused))
             self._paused = update.paused
+
+
+async def _soon(awaited: Coroutine[Any, Any, T], seconds: float = GREETING_SECONDS) -> T:
+    try:
+        return await asyncio.wait_for(awaited, seconds)
+    except asyncio.TimeoutError:
+        raise ValueError("a guest that sends nothing") from None
 
 
 async def _relayed(reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
