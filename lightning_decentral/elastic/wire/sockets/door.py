@@ -202,9 +202,9 @@ class Door:
         connection = guest.connection
         assert connection is not None
         if self._key is not None:
-            options = {"server_side": True, "do_handshake_on_connect": False}
-            connection = guest.connection = self._key.server.wrap_socket(connection, **options)
-            await ready(connection, connection.do_handshake)
+            secured = self._key.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            connection = guest.connection = secured
+            await ready(connection, secured.do_handshake)
         greeting = await first_of(partial(ready, connection, connection.recv))
         self._let_in(connection, wanted(greeting, *self._serve))
 
