@@ -15,6 +15,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _basic_subp
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_decentral.elastic.plan.view import Bounds, ElasticSettings, Times
+from lightning_decentral.elastic.wire.sockets.keys import key_of
 from lightning_decentral.elastic.wire.starter import LOBBY, Starter, follow, own_lobby
 from lightning_decentral.shared.checkpoint import runs
 from lightning_decentral.shared.wire.transport import connected
@@ -36,7 +37,7 @@ class ElasticLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(self.num_processes)  # the workers inherit it
         times, bounds = Times(self._elastic.dead_after), Bounds(self._elastic.workers[0], self.num_processes)
         say = partial(print, flush=True)
-        place, members = own_lobby(bounds, times, say)
+        place, members = own_lobby(bounds, times, say, key_of(self._elastic.key))
         starter = Starter(self.num_processes, command, members, {LOBBY: place}, say)
         sys.exit(starter.run())
 

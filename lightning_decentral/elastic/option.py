@@ -21,6 +21,8 @@ class Elastic(ElasticSettings, Elasticity):
         host: address at which other workers reach this machine; by default its address towards the lobby.
         weight: multiple of the DataLoader's batch size that this worker takes; also its weight in the mean.
         asynchronous: rounds in which no worker waits for a slow worker or link; None: neighbours wait for each other.
+        key: file of `lightning-decentral lobby --new-key`, the same for the lobby and all workers; by default the
+            environment's LIGHTNING_DECENTRAL_KEY. Without a key, everybody who reaches the ports may take part.
 
     Raises:
         ValueError: not 1 <= minimum <= maximum, or `dead_after` isn't positive.

@@ -9,9 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_decentral.cli import gang_schedule, rehearsing, schedule
+from lightning_decentral.cli import gang_schedule, lobby, rehearsing, schedule
 from lightning_decentral.cli import planning as plan
-from lightning_decentral.cli.lobby import bounds
 from lightning_decentral.cli.topology import topology_of
 from lightning_decentral.shared.plan.forecast import Cluster
 from tests.docs.pages import PAGES, ROOT, commands, name
@@ -64,11 +63,16 @@ def check_torchrun(arguments: list[str]) -> None:
     check_python([word for word in arguments if not word.startswith("--")])
 
 
+def check_lobby(arguments: list[str]) -> None:
+    lobby.add(parser := argparse.ArgumentParser())
+    parser.parse_args(arguments)
+
+
 def check_subcommand(arguments: list[str]) -> None:
     """Of the subcommands that take words of the recipes, the words compose."""
     checks = {
         "cuts": lambda words: check_overrides(["strategy=partial_backprop", *recipe_words(words)]),
-        "lobby": lambda words: bounds(words[words.index("--workers") + 1]),
+        "lobby": check_lobby,
         "placement": lambda words: check_overrides(["strategy=gossip", *recipe_words(words)]),
         "plan": check_plan,
         "profile": lambda words: check_overrides(recipe_words(words)),

@@ -1,9 +1,13 @@
-"""Trains three elastic workers with committed outer rounds: run as a script, with a folder and a plan's name."""
+"""Trains three elastic workers with committed outer rounds: run as a script, with a folder and a plan's name.
+
+Numbers of workers may follow, which no other one reaches.
+"""
 
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from lightning_decentral.gossip import (
 )
 from lightning_decentral.optim import Muon, muon_groups
 from lightning_decentral.shared.compute.worker_state import digest
+from tests.elastic.wire.hidden import REFUSES, behind
 from tests.tiny import QUIET
 
 STEPS, H = 90, 3
@@ -93,9 +98,14 @@ class Tell(Callback):
         time.sleep(0.01 if self._joined.exists() else 0.15 if trainer.global_step < STEPS // 2 else 0.4)
 
 
-def main(folder: Path, plan: str) -> None:
+def main(folder: Path, plan: str, *hidden: str) -> None:
     starter.HASTY_SECONDS = 0.0
     number = os.environ.get(starter.WORKER, "")
+    with behind(REFUSES) if number in hidden else nullcontext():
+        train(folder, plan, number)
+
+
+def train(folder: Path, plan: str, number: str) -> None:
     strategy = GossipStrategy(elastic=Elastic(workers=(1, 3), dead_after=1.5, host="127.0.0.1"), **PLANS[plan])
     tell = Tell(folder / f"w{number}.jsonl", folder / "joined")
     trainer = Trainer(
@@ -110,4 +120,4 @@ def main(folder: Path, plan: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

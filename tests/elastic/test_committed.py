@@ -8,10 +8,36 @@ from pathlib import Path
 
 import pytest
 
+from lightning_decentral.elastic.wire.sockets.keys import KEY
 from tests.elastic import committed_training
 from tests.elastic.committed_training import PLANS, STEPS
 from tests.elastic.test_strategy import FIRST, PATH, SECONDS, told, until
+from tests.elastic.wire import keyed
 from tests.standing_in import Launching
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [("2",), ("1", "2")])
+def test_members_that_are_not_reached_train_with_the_others_to_the_same_bits(
+    tmp_path: Path, hidden: tuple[str, ...]
+) -> None:
+    """Under a key; two that don't reach each other by any address are relayed."""
+    (tmp_path / "joined").touch()
+    script = Launching(
+        Path(committed_training.__file__), (str(tmp_path), "int4", *hidden), {**PATH, KEY: keyed.key().path}
+    )
+    code, output = script.finish(SECONDS)
+    assert code == 0, output[-4000:]
+    found = defaultdict(list)
+    for name in FIRST:
+        for line in told(tmp_path, name, "step"):
+            found[line["step"]].append(line)
+    assert len(found) == STEPS
+    for lines in found.values():
+        assert [len(line["members"]) for line in lines] == [3, 3, 3]
+        assert len({(line["digest"], *line["chain"]) for line in lines}) == 1
+    assert len({tuple(lines[0]["chain"]) for lines in found.values()}) > STEPS // 4  # committed rounds
+    assert len({told(tmp_path, name, "end")[0]["digest"] for name in FIRST}) == 1
 
 
 @pytest.mark.slow

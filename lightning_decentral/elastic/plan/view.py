@@ -179,6 +179,7 @@ class ElasticSettings:
     host: str = ""
     weight: int = 1
     asynchronous: Asynchronous | None = None
+    key: str = ""
 
     def __post_init__(self) -> None:
         Bounds(*self.workers), Times(self.dead_after)

@@ -17,9 +17,10 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_decentral.elastic.plan.view import shown
+from lightning_decentral.elastic.wire.sockets.dialing import Dialer
 from lightning_decentral.elastic.wire.sockets.frames import (
     UNREAD_SECONDS,
-    connected,
+    readable,
     receive,
     receive_value,
     send_value,
@@ -38,9 +39,9 @@ LEAVE_SECONDS = 10.0
 class Collective:
     """One member's part in the collectives; `place` maps a member's name to its address (host:port)."""
 
-    def __init__(self, name: str, place: Callable[[str], str]) -> None:
+    def __init__(self, name: str, place: Callable[[str], str], dial: Dialer | None = None) -> None:
         self.name = name
-        self._place = place
+        self._place, self._dial = place, dial or Dialer()
         self._changed = threading.Condition()
         self._given: dict[Key, dict[str, Any]] = {}
         self._results: dict[Key, Any] = {}
@@ -135,7 +136,7 @@ class Collective:
         """Ask a member for a kept value: return (whether it has the value, the value, whether it never will)."""
         with (
             suppress(OSError, ValueError, KeyError, TypeError),
-            connected(self._place(name), "meet", 5.0) as connection,
+            self._dial(name, self._place(name), "meet", 5.0) as connection,
         ):
             send_value(connection, {"from": self.name, "asks": list(key)}, None)
             connection.settimeout(ANSWER_SECONDS)
@@ -152,14 +153,9 @@ class Collective:
 
     def _ask(self, first: str, key: Key, value: Any, there: Callable[[], bool], end: float) -> Any:
         """Send a value to the oldest and return its result. OSError if it has ended, or has no result."""
-        with connected(self._place(first), "meet", 5.0) as connection:
+        with self._dial(first, self._place(first), "meet", 5.0) as connection:
             send_value(connection, {"key": list(key), "from": self.name}, value)
-            connection.settimeout(LOOK_SECONDS)
-            while True:
-                with suppress(TimeoutError):
-                    if not connection.recv(1, socket.MSG_PEEK):  # leaves the byte in the buffer
-                        raise ConnectionResetError("the connection has ended")
-                    break
+            while not readable(connection, LOOK_SECONDS):
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{shown(first)} has ended")
             connection.settimeout(None)  # a large result may take long, and the oldest lives

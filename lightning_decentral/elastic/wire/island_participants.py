@@ -15,6 +15,7 @@ from lightning_decentral.elastic.wire.joining import Endpoint, Refuses
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.exchange import ElasticExchange
 from lightning_decentral.elastic.wire.sockets.frames import own_address
+from lightning_decentral.elastic.wire.sockets.keys import key_of
 from lightning_decentral.elastic.wire.starter import title
 from lightning_decentral.shared.wire.objects import broadcast_world
 from lightning_decentral.shared.wire.transport import Transport, Wire
@@ -28,7 +29,7 @@ def member_of(
     if wire is not None and wire.roll.rank:
         return Following(elastic, seconds, wire.roll, batches)
     host, named = elastic.host or own_address(elastic.lobby), (title(os.environ), elastic.weight * batches, refuses)
-    worker = Endpoint(elastic.lobby, host, Times(elastic.dead_after), *named)
+    worker = Endpoint(elastic.lobby, host, Times(elastic.dead_after), *named, key_of(elastic.key))
     if wire is None:
         return Participant(elastic, seconds, worker, batches)
     broadcast_world({"value": worker.name})

@@ -14,15 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Times, View, name_of, place_of, shown, waiting_at
 from lightning_decentral.elastic.wire.collective import Collective
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
+from lightning_decentral.elastic.wire.sockets.dialing import Dialer
 from lightning_decentral.elastic.wire.sockets.door import Once
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive
+from lightning_decentral.elastic.wire.sockets.keys import Key
 from lightning_decentral.elastic.wire.sockets.mesh import Mesh
 from lightning_decentral.elastic.wire.starter import STARTER
 from lightning_decentral.elastic.wire.state_transfer import Donor, fetched
@@ -42,16 +45,19 @@ class Endpoint:
         title: str = "",  # prefix of the worker's name
         weight: int = 1,  # weight of its batches, part of its name
         refuses: Refuses = lambda value: "",  # checks the donor's state before this worker becomes a member
+        key: Key | None = None,
     ) -> None:
         self._donor, self._refuses, self._refused = Donor(self._given), refuses, ""
         self._set_up = threading.Event()  # no state is fetched before it is set
         changed = threading.Condition()  # one for all parts: any change wakes every waiter
-        self.collective = Collective("", place_of)
+        self._key, self._dial = key, Dialer(key, lobby, lambda: not self.lobby_client.trouble)
+        self.collective = Collective("", place_of, self._dial)
         served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
-        self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed)
+        self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed, self._dial)
         name = name_of(title, secrets.token_hex(4), weight, self.mesh.place)  # a new token at each start
         self.name = self.mesh.name = self.collective.name = name
-        self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, self._fetch, _ask, times, changed)
+        given = self._fetch, self._ask, times, changed
+        self.lobby_client = LobbyClient(self.name, self.mesh.place, lobby, *given, key=key, called=self._dial.called)
         self._value: Any = None
         self._view: View | None = None
         self._failed = ""
@@ -148,6 +154,8 @@ class Endpoint:
     def _met(self, connection: socket.socket) -> None:
         found = read_message(Heartbeat, receive(connection))
         self.lobby_client.step(lambda state, now: state.met(found, now))
+        if found.asks and not self.lobby_client.state.out:  # answered here, too: its sender may not be reached
+            connection.sendall(frame(asdict(replace(self.lobby_client.state.mine, asks=False))))
 
     def _fetch(self, donor: str, place: str) -> None:
         args = (donor, place)
@@ -158,7 +166,7 @@ class Endpoint:
         if self.lobby_client.state.mine.donor != donor:
             return
         try:
-            value, origin, round = fetched(place, self.lobby_client.state.times.dead_after)
+            value, origin, round = fetched(place, self.lobby_client.state.times.dead_after, partial(self._dial, donor))
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._failed = f"fetching the run's state from {shown(donor)} failed: {error}"
             self._say(self._failed, self._failed)
@@ -166,7 +174,7 @@ class Endpoint:
             return
         refused = self._refuses(value)
         if refused:  # the donor may wait for this worker: send it why this one can't join
-            with suppress(OSError), connected(place, "refuse", 1.0) as connection:
+            with suppress(OSError), self._dial(donor, place, "refuse", 1.0) as connection:
                 connection.sendall(frame(f"{self.name}: {refused}"))
         with self.lobby_client.changed:
             if refused:
@@ -176,12 +184,13 @@ class Endpoint:
                 self._value = value
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
 
+    def _ask(self, to: str, beat: Heartbeat) -> None:
+        """Send a heartbeat on a thread, as a lost member must not delay the heartbeats to others."""
 
-def _ask(to: str, beat: Heartbeat) -> None:
-    """Send a heartbeat on a thread, as a lost member must not delay the heartbeats to others."""
+        def send() -> None:
+            with suppress(OSError, ValueError), connected(place_of(to), "beat", 1.0, self._key) as connection:
+                connection.sendall(frame(asdict(beat)))
+                if beat.asks:
+                    self._met(connection)
 
-    def send() -> None:
-        with suppress(OSError), connected(place_of(to), "beat", 1.0) as connection:
-            connection.sendall(frame(asdict(beat)))
-
-    threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()
+        threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberState, Send
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import Once, shut, warned
-from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame
+from lightning_decentral.elastic.wire.sockets.door import Once, hang_up, shut, warned
+from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame, readable
+from lightning_decentral.elastic.wire.sockets.keys import Key, WrongKey
 
 READ_BYTES = 1 << 16
 Step = Callable[[MemberState, float], tuple[MemberState, list[Act]]]
@@ -33,13 +35,16 @@ class LobbyClient:
         times: Times | None = None,
         changed: threading.Condition | None = None,  # notified when the state changes; None: makes a new one
         say: Callable[[str], None] = warned,  # prints a line if the lobby isn't reached or refuses this worker
+        key: Key | None = None,
+        called: Callable[[Any], None] = lambda call: None,  # answers a member that can't connect to this one
     ) -> None:
         self.refused = ""  # why the lobby refuses this worker; empty: it doesn't, or hasn't answered
         self.trouble = ""  # why the lobby isn't reached; empty: it is reached
         self._say = Once(say)
         self.changed = changed or threading.Condition()
         self.state = MemberState(Heartbeat(name, 0, place), times or Times())
-        self.lobby, self._fetch, self._ask = lobby, fetch, ask
+        self.lobby, self._key, self._fetch, self._ask, self._called = lobby, key, fetch, ask, called
+        self._turn = threading.Lock()  # a TLS connection can't be read and written at a time
         self._connection: socket.socket | None = None
         self._frames = Frames()
         self._ended = self._answered = False  # whether this connection has brought an answer
@@ -94,7 +99,7 @@ class LobbyClient:
         self.step(lambda state, now: state.leaving(now))
         if self._connection is not None:
             with suppress(OSError):  # until the lobby has read it: a connection closed with messages unread loses it
-                self._connection.shutdown(socket.SHUT_WR)
+                hang_up(self._connection, socket.SHUT_WR)
                 while self._connection.recv(READ_BYTES):
                     pass
         self._hang_up()
@@ -114,35 +119,43 @@ class LobbyClient:
             self._listen(self.state.times.beat / 4)  # often enough for beats that are due
 
     def _listen(self, seconds: float) -> None:
-        if self._connection is None:
+        if (connection := self._connection) is None:
             time.sleep(seconds)
             return
         try:
-            self._connection.settimeout(seconds)
-            more = self._connection.recv(READ_BYTES)
-            updates = [read_message(LobbyUpdate, found) for found in self._frames.feed(more)]
+            if not readable(connection, seconds):
+                return
+            with self._turn:
+                more = connection.recv(READ_BYTES)
+            for found in self._frames.feed(more):
+                self._take(found)
         except TimeoutError:
             return
         except (OSError, ValueError) as error:
             self._is_amiss(error)
-            more, updates = b"", []
+            more = b""
         if not more:  # the lobby has ended, or closed the connection
             answered, self._answered = self._answered, False
             self._hang_up()
             if answered and not self._ended:  # not again and again where the lobby refuses this worker
                 self.step(lambda state, now: state.reconnects(now))
-        if updates:
-            self.refused, self.trouble, self._answered = "", "", True
-        for update in updates:
-            self.step(lambda state, now, update=update: state.notified(update, now))  # type: ignore[misc]
+
+    def _take(self, found: Any) -> None:
+        if type(found) is dict and set(found) == {"call"}:
+            self._called(found["call"])
+            return
+        update = read_message(LobbyUpdate, found)
+        self.refused, self.trouble, self._answered = "", "", True
+        self.step(lambda state, now: state.notified(update, now))
 
     def _send(self, beat: Heartbeat) -> None:
         try:
-            if self._connection is None:
-                self._frames = Frames()  # an incomplete frame of the earlier connection is dropped
-                self._connection = connected(self.lobby, "lobby", self.state.times.beat)
-            self._connection.settimeout(self.state.times.beat)
-            self._connection.sendall(frame(asdict(beat)))
+            with self._turn:
+                if self._connection is None:
+                    self._frames = Frames()  # an incomplete frame of the earlier connection is dropped
+                    self._connection = connected(self.lobby, "lobby", self.state.times.beat, self._key)
+                self._connection.settimeout(self.state.times.beat)
+                self._connection.sendall(frame(asdict(beat)))
         except OSError as error:
             self._is_amiss(error)
             self._hang_up()
@@ -153,6 +166,8 @@ class LobbyClient:
             self.trouble = f"the lobby at {self.lobby} isn't reached: {error}"
             if type(error) is Refused:
                 self.refused = f"the lobby at {self.lobby} refuses this worker: {error}"
+            elif isinstance(error, WrongKey):
+                self.refused = f"the lobby refuses this worker: {error}"
             elif isinstance(error, ValueError):
                 self.refused = f"the program at {self.lobby} is no lobby of this version: {error}"
             self.changed.notify_all()

@@ -2,23 +2,27 @@
 
 import asyncio
 import platform
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any, TypeVar
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
 from lightning_decentral.elastic.plan.view import Bounds, Times, waiting_at
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Once
+from lightning_decentral.elastic.wire.sockets.dialing import CALL_SECONDS, RELAYED
+from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
 from lightning_decentral.elastic.wire.sockets.frames import (
-    GREETING_BYTES,
-    LARGEST_BYTES,
     Frames,
+    first_of,
     frame,
+    keeps_alive,
     wanted,
 )
+from lightning_decentral.elastic.wire.sockets.keys import Key
 
 READ_BYTES = 1 << 16
 SILENT_TIMES = 10  # multiple of `dead_after` after which a silent guest is disconnected
@@ -26,27 +30,43 @@ UNREAD_BYTES = 1 << 18
 """Bytes that a worker may leave unread before the lobby skips updates for it; later updates contain the earlier."""
 
 
+T = TypeVar("T")
+
+
 class LobbyServer:
     """Serves a `LobbyState`. `say` is called with a line for each view, and once for each reason why a host's guests
     are refused. `settled`: no run can have begun at an earlier lobby, so the lobby needn't wait for its members."""
 
-    def __init__(self, bounds: Bounds, times: Times, say: Callable[[str], None], settled: bool = False) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        times: Times,
+        say: Callable[[str], None],
+        settled: bool = False,
+        key: Key | None = None,  # None lets everybody in who knows the job
+    ) -> None:
         self._lobby, self._say = LobbyState(bounds, times, clock.now(), settled=settled), say
-        self._say_once = Once(say)
+        self._say_once, self._key = Once(say), key
         self._guests: dict[str, asyncio.StreamWriter] = {}
+        # {ticket of a call: (its caller, who answers it by a connection of its own)}
+        self._calls: dict[str, tuple[asyncio.StreamWriter, asyncio.Future[asyncio.StreamWriter]]] = {}
         self._paused = self._place = ""
         self._members: tuple[str, ...] = ()
 
     async def serve(self, host: str, port: int, ready: Callable[[int], None] = lambda port: None) -> None:
         """Serve until cancelled; `ready` is called with the port when it listens. OSError where it can't."""
-        server = await asyncio.start_server(self._guest, host, port)  # one thread: states change one after the other
-        async with server:
-            port = server.sockets[0].getsockname()[1]
+        loop = asyncio.get_running_loop()  # one thread: states change one after the other
+        with socket.create_server((host, port), backlog=128) as listening:
+            entrance = Entrance(listening, loop, self._enter, self._key, self._say_once)
+            port = listening.getsockname()[1]
             self._place = f"{platform.node() if host in ('', '0.0.0.0') else host}:{port}"
             ready(port)
-            while True:
-                await asyncio.sleep(self._lobby.times.beat)
-                self._tick()
+            try:
+                while True:
+                    await asyncio.sleep(self._lobby.times.beat)
+                    self._tick()
+            finally:
+                await entrance.close()
 
     def _tick(self) -> None:
         self._next(*self._lobby.ticked(clock.now()))
@@ -55,10 +75,18 @@ class LobbyServer:
         """Return (known members of all views, members of the highest view that haven't left). Thread-safe."""
         return self._members, self._lobby.stayed
 
+    async def _enter(self, guest: Guest) -> None:
+        (raw, guest.connection), secured = (guest.connection, None), self._key.server if self._key else None
+        assert raw is not None
+        keeps_alive(raw)  # a relayed connection may be silent for long
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._guest)  # called after the handshake
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, raw, ssl=secured)
+
     async def _guest(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        services = {"lobby": self._listen, "call": self._pass_on, "called": self._relay}
         try:
-            await self._listen(reader, writer)
-        except ValueError as error:
+            await services[wanted(await _soon(first_of(reader.read)), *services)](reader, writer)
+        except (ValueError, KeyError, TypeError) as error:
             host = (writer.get_extra_info("peername") or ("?",))[0]
             self._say_once(f"{host} {error}", f"refused {host}: {error}")
             writer.write(frame({"refused": str(error)}))
@@ -72,25 +100,39 @@ class LobbyServer:
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, greeted = Frames(GREETING_BYTES), False  # no more is read before the greeting
-        end = clock.now() + GREETING_SECONDS  # a connection without a greeting occupies a descriptor
-        while more := await self._more(reader, end):
+        frames, seconds = Frames(), GREETING_SECONDS
+        while more := await _soon(reader.read(READ_BYTES), seconds):
             for found in frames.feed(more):
-                if greeted:
-                    beat = read_message(Heartbeat, found)
-                    self._guests[beat.sender] = writer  # the newest connection of that name
-                    self._next(*self._lobby.received(beat, clock.now()))
-                else:
-                    wanted(found, "lobby")
-                    greeted, frames.most = True, LARGEST_BYTES
-            if greeted:
-                end = clock.now() + SILENT_TIMES * self._lobby.times.dead_after
+                beat = read_message(Heartbeat, found)
+                self._guests[beat.sender] = writer  # the newest connection of that name
+                self._next(*self._lobby.received(beat, clock.now()))
+                seconds = SILENT_TIMES * self._lobby.times.dead_after
 
-    async def _more(self, reader: asyncio.StreamReader, end: float) -> bytes:
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass a member's call on to another one (`sockets.dialing`); if that one answers here, relay what it sends."""
+        call = await _soon(first_of(reader.read))
+        called, ticket = self._guests.get(call["to"]), str(call["ticket"])
+        if called is None:
+            return
+        answered = asyncio.get_running_loop().create_future()
+        self._calls[ticket] = writer, answered
+        called.write(frame({"call": {"place": str(call["place"]), "ticket": ticket}}))
+        ended = asyncio.ensure_future(reader.read(1))  # the caller hangs up when it is answered directly
         try:
-            return await asyncio.wait_for(reader.read(READ_BYTES), max(0.0, end - clock.now()))
-        except asyncio.TimeoutError:
-            raise ValueError("a guest that sends nothing") from None
+            await asyncio.wait({answered, ended}, timeout=CALL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._calls.pop(ticket, None)
+            ended.cancel()
+            await asyncio.wait({ended})
+        if answered.done():
+            writer.write(frame(RELAYED))
+            await _relayed(reader, answered.result())
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relay what the one who was called sends to its caller."""
+        caller, answered = self._calls.pop(str(await _soon(first_of(reader.read))))
+        answered.set_result(writer)
+        await _relayed(reader, caller)
 
     def _next(self, lobby: LobbyState, updates: Outgoing) -> None:
         before, self._lobby = self._lobby.view, lobby
@@ -107,7 +149,27 @@ class LobbyServer:
             self._paused = update.paused
 
 
-def serve(bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None]) -> None:
+async def _soon(awaited: Coroutine[Any, Any, T], seconds: float = GREETING_SECONDS) -> T:
+    try:
+        return await asyncio.wait_for(awaited, seconds)
+    except asyncio.TimeoutError:
+        raise ValueError("a guest that sends nothing") from None
+
+
+async def _relayed(reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+    """Pass on bytes until either end has gone; a slow reader slows down the sender."""
+    try:
+        while more := await reader.read(READ_BYTES):
+            to.write(more)
+            await to.drain()
+    finally:
+        to.close()
+
+
+def serve(
+    bounds: Bounds, times: Times, host: str, port: int, ready: Callable[[int], None], key: Key | None = None
+) -> None:
     """Run a lobby until Ctrl-C or SIGTERM. OSError if another program uses the port."""
     with suppress(KeyboardInterrupt):
-        asyncio.run(LobbyServer(bounds, times, partial(print, flush=True)).serve(host, port, ready))
+        server = LobbyServer(bounds, times, partial(print, flush=True), key=key)
+        asyncio.run(server.serve(host, port, ready))

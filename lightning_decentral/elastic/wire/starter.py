@@ -24,6 +24,7 @@ from functools import partial
 
 from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.elastic.wire.lobby_server import LobbyServer
+from lightning_decentral.elastic.wire.sockets.keys import Key
 from lightning_decentral.shared.wire.meeting.interrupts import terminated_as_interrupted
 
 LOBBY, WORKER, SEAT, STARTER = (f"LIGHTNING_DECENTRAL_{name}" for name in ("LOBBY", "WORKER", "SEAT", "STARTER"))
@@ -38,9 +39,9 @@ Members = Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]
 """Returns the members of all views so far, and those of the present view that haven't left."""
 
 
-def own_lobby(bounds: Bounds, times: Times, say: Callable[[str], None]) -> tuple[str, Members]:
+def own_lobby(bounds: Bounds, times: Times, say: Callable[[str], None], key: Key | None = None) -> tuple[str, Members]:
     """Start a lobby on a thread of this process, reachable from this machine only; return its address and members."""
-    server, ports = LobbyServer(bounds, times, say, settled=True), queue.SimpleQueue[int]()
+    server, ports = LobbyServer(bounds, times, say, settled=True, key=key), queue.SimpleQueue[int]()
     serve = partial(asyncio.run, server.serve("127.0.0.1", 0, ports.put))
     threading.Thread(target=serve, name="lightning_decentral-lobby", daemon=True).start()
     return f"127.0.0.1:{ports.get()}", server.members  # returns once the lobby listens

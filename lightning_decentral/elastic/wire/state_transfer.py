@@ -14,6 +14,7 @@ from lightning_decentral.elastic.wire.sockets.frames import connected, frame, re
 
 ALIVE: dict[str, Any] = {"prepares": True}
 ALIVE_SECONDS = 0.2  # seconds between two signs of life
+Dial = Callable[[str, str, float], socket.socket]  # `connected`, or what reaches that member by another way
 
 
 class Donor:
@@ -62,10 +63,10 @@ class Donor:
             self._turn.release()
 
 
-def fetched(place: str, seconds: float) -> tuple[Any, str, int]:
+def fetched(place: str, seconds: float, dial: Dial = connected) -> tuple[Any, str, int]:
     """Fetch (training state, origin, round) from the member at this address. OSError if it isn't reached, ended, or was
     silent for `seconds`; ValueError if the state received differs from the state sent."""
-    with connected(place, "heal", seconds) as connection:
+    with dial(place, "heal", seconds) as connection:
         connection.settimeout(seconds)
         while (header := receive(connection)) == ALIVE:  # each resets the silence that counts as death
             pass

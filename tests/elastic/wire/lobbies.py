@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 from lightning_decentral.elastic.plan.view import Bounds, Times
 from lightning_decentral.elastic.wire.lobby_server import serve
+from lightning_decentral.elastic.wire.sockets.keys import Key, key_of
 from tests import ports
 
 DEAD = 1.5
@@ -34,10 +34,10 @@ def _serve(parent: int, *args: Any) -> None:
 
 
 class LobbyProcess:
-    """A lobby that may be killed and started again at the same port."""
+    """A lobby that may be killed and started again at the same port; without a key it takes the environment's."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.port, self._bounds = ports.free(), Bounds(least, most)
+    def __init__(self, least: int, most: int, key: Key | None = None) -> None:
+        self.port, self._bounds, self.key = ports.free(), Bounds(least, most), key or key_of("")
         self.place = f"127.0.0.1:{self.port}"
 
     def __enter__(self) -> "LobbyProcess":
@@ -45,7 +45,7 @@ class LobbyProcess:
         return self
 
     def start(self) -> None:
-        args = (os.getpid(), self._bounds, Times(DEAD), "127.0.0.1", self.port, print)
+        args = (os.getpid(), self._bounds, Times(DEAD), "127.0.0.1", self.port, print, self.key)
         self._process = multiprocessing.get_context("fork").Process(target=_serve, args=args, daemon=True)
         self._process.start()
         end = time.monotonic() + 20
@@ -57,7 +57,7 @@ class LobbyProcess:
         raise AssertionError("no lobby after 20 s")
 
     def kill(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

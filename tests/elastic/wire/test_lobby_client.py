@@ -14,8 +14,10 @@ from lightning_decentral.elastic.plan.view import Bounds, Times, View
 from lightning_decentral.elastic.wire.joining import Endpoint
 from lightning_decentral.elastic.wire.lobby_client import LobbyClient
 from lightning_decentral.elastic.wire.sockets.frames import Refused, connected, frame, receive
+from lightning_decentral.elastic.wire.sockets.keys import Key
 from lightning_decentral.elastic.wire.starter import own_lobby
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
+from tests.elastic.wire import keyed
 from tests.elastic.wire.lobbies import DEAD, LobbyProcess
 
 pytestmark = pytest.mark.threads
@@ -37,14 +39,17 @@ class Crew:
         def ask(to: str, beat: Heartbeat) -> None:
             self.all[to].step(lambda state, now: state.met(beat, now))
 
-        member = self.all[name] = LobbyClient(name, f"{name}:1", self.lobby.place, fetch, ask, Times(DEAD))
+        member = self.all[name] = LobbyClient(
+            name, f"{name}:1", self.lobby.place, fetch, ask, Times(DEAD), key=self.lobby.key
+        )
         member.start()
         return member
 
 
-@pytest.fixture
-def lobby() -> Iterator[LobbyProcess]:
-    with LobbyProcess(least=2, most=4) as found:
+@pytest.fixture(params=["plain", "secret"])
+def lobby(request: pytest.FixtureRequest) -> Iterator[LobbyProcess]:
+    """All of it holds under a key, too."""
+    with LobbyProcess(2, 4, keyed.key() if request.param == "secret" else None) as found:
         yield found
 
 
@@ -148,7 +153,7 @@ def test_the_lobby_sees_a_connection_end_long_before_its_worker_counts_as_dead()
 
 def test_who_is_refused_is_told_at_once(lobby: LobbyProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "another")
-    worker = Endpoint(lobby.place, "127.0.0.1", Times(DEAD))
+    worker = Endpoint(lobby.place, "127.0.0.1", Times(DEAD), key=lobby.key)
     with pytest.raises(ValueError, match=f"the lobby at {lobby.place} refuses this worker: a guest of another job"):
         worker.healed(SECONDS)
     worker.leave()
@@ -186,7 +191,7 @@ def test_a_lobby_that_is_not_there_is_said_once() -> None:
 
 
 def test_what_the_first_decided_in_set_up_is_given_to_all(lobby: LobbyProcess) -> None:
-    workers = [Endpoint(lobby.place, "127.0.0.1", Times(DEAD)) for _ in range(2)]
+    workers = [Endpoint(lobby.place, "127.0.0.1", Times(DEAD), key=lobby.key) for _ in range(2)]
     founds = [worker.founds(SECONDS) for worker in workers]
     assert sorted(founds) == [False, True]
     first, second = (workers[founds.index(of)] for of in (True, False))
@@ -213,3 +218,34 @@ def test_a_refused_guest_is_said_once_by_the_lobby(monkeypatch: pytest.MonkeyPat
             receive(guest)
     assert [line for line in lines if line.startswith("refused")] == lines
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "told"),
+    [
+        (
+            "run",
+            None,
+            r"refuses this worker: a guest without a key: this run has a key: give each worker the file, Elas",
+        ),
+        (
+            "run",
+            "stranger",
+            r"the lobby refuses this worker: .* has another key than .*stranger.key: give all machines",
+        ),
+        (
+            None,
+            "run",
+            r"the lobby refuses this worker: .* answers without a key .*: start the lobby with --key FILE, or",
+        ),
+    ],
+)
+def test_keys_that_differ_are_told_at_once_with_the_remedy(theirs: str | None, own: str | None, told: str) -> None:
+    def named(name: str | None) -> Key | None:
+        return name and keyed.key(name)  # type: ignore[return-value]
+
+    with LobbyProcess(1, 2, named(theirs)) as lobby:
+        worker = Endpoint(lobby.place, "127.0.0.1", Times(DEAD), key=named(own))
+        with pytest.raises(ValueError, match=told):
+            worker.healed(SECONDS)
+        worker.leave()

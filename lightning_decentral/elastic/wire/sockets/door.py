@@ -1,32 +1,36 @@
 """Listening port: a guest (connection) that greets in time is served on its own thread, any other is closed.
 
-A guest that doesn't greet occupies a descriptor for seconds, but no thread. If descriptors run out, such guests are
-closed first, and accepting continues."""
+A guest without the run's key, or that doesn't greet, occupies a descriptor for seconds, but no thread. If descriptors
+run out, such guests are closed first, and accepting continues."""
 
 import asyncio
 import socket
+import ssl
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import (
     GREETING_BYTES,
-    Frames,
+    first_of,
     frame,
     keeps_alive,
+    receive,
     wanted,
 )
+from lightning_decentral.elastic.wire.sockets.keys import HANDSHAKE, NEEDS_KEY, NEEDS_NONE, Key
 
 GREETING_SECONDS = 5.0  # seconds in which a guest must greet, and then send its first message
-MOST_WAITING = 64  # guests that haven't greeted; beyond this number the oldest is closed
+MOST_WAITING = 64  # guests that haven't greeted; beyond this number the oldest one of the host with most is closed
+PARTING_SECONDS = 0.5  # seconds in which a refused guest may read why
 FULL_SECONDS = 0.1  # seconds until the next try to accept where descriptors have run out
 LINES = 100  # number of refusals remembered, so as to print each once
 
-Serve = Callable[[socket.socket], None]
+Serve = Callable[[socket.socket], Any]  # returns True if the connection is another thread's from now on
 
 
 def warned(line: str) -> None:
@@ -45,19 +49,139 @@ class Once:
             self._say(line)
 
 
+async def ready(connection: socket.socket, call: Callable[..., Any], *args: Any) -> Any:
+    """Return `call(*args)` on a connection that doesn't block, plain or TLS, as soon as it needn't wait."""
+    loop, woken = asyncio.get_running_loop(), asyncio.Event()
+    while True:
+        watch, leave = loop.add_reader, loop.remove_reader
+        try:
+            return call(*args)
+        except ssl.SSLWantWriteError:
+            watch, leave = loop.add_writer, loop.remove_writer
+        except (BlockingIOError, ssl.SSLWantReadError):
+            pass
+        woken.clear()
+        watch(connection, woken.set)
+        try:
+            await woken.wait()
+        finally:
+            leave(connection)
+
+
+@dataclass
+class Guest:
+    """A connection that hasn't greeted; None: `enter` has passed it on, and answers itself."""
+
+    connection: socket.socket | None
+    peer: str
+
+
+class Entrance:
+    """Accepts guests on an event loop. `enter` takes a guest through handshake and greeting within `GREETING_SECONDS`;
+    its ValueError is the reason why the guest is refused. A guest that speaks plainly where there is a key, or TLS
+    where there is none, is refused by its first byte."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        enter: Callable[[Guest], Coroutine[Any, Any, None]],
+        key: Key | None,
+        say: Callable[[str, str], None],  # `Once`
+    ) -> None:
+        self._listening, self._loop, self._enter, self._key, self._say = listening, loop, enter, key, say
+        self._waiting = dict[asyncio.Task[None], str]()  # {guest that hasn't greeted: its host}, the oldest first
+        listening.setblocking(False)
+        loop.add_reader(listening, self._accept)
+
+    async def close(self) -> None:
+        """Stop accepting, and close guests that haven't greeted."""
+        self._loop.remove_reader(self._listening)
+        for greeting in (waiting := list(self._waiting)):
+            greeting.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _accept(self) -> None:
+        try:
+            connection, (peer, *_) = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+            return  # the guest has gone meanwhile
+        except OSError as error:
+            self._say("full", f"no connection can be accepted ({error}): raise `ulimit -n`; trying again")
+            for greeting in self._waiting:
+                greeting.cancel()
+            self._loop.remove_reader(self._listening)
+            self._loop.call_later(FULL_SECONDS, self._loop.add_reader, self._listening, self._accept)
+            return
+        if len(self._waiting) >= MOST_WAITING:  # many guests of one host mustn't keep others out
+            hosts = list(self._waiting.values())
+            most = max(hosts, key=hosts.count)
+            oldest = next(greeting for greeting, host in self._waiting.items() if host == most)
+            del self._waiting[oldest]
+            oldest.cancel("a guest that doesn't greet, of too many")
+        connection.setblocking(False)
+        greeting = self._loop.create_task(self._greeted(Guest(connection, peer)))
+        self._waiting[greeting] = peer
+        greeting.add_done_callback(lambda done: self._waiting.pop(done, None))
+
+    async def _greeted(self, guest: Guest) -> None:
+        """Let the guest in once it has greeted correctly; else refuse it, with the reason."""
+        try:
+            await asyncio.wait_for(self._first(guest), GREETING_SECONDS)
+            return
+        except (OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError) as error:
+            why, reads = _why(error), isinstance(error, ValueError)
+        if why:
+            self._say(f"{guest.peer} {why}", f"refused {guest.peer}: {why}")
+        if (connection := guest.connection) is not None:
+            with connection, suppress(OSError, asyncio.TimeoutError):
+                if why:
+                    connection.send(frame({"refused": why}))
+                if reads:
+                    await asyncio.wait_for(_parted(connection), PARTING_SECONDS)
+
+    async def _first(self, guest: Guest) -> None:
+        assert guest.connection is not None
+        first = await ready(guest.connection, guest.connection.recv, 1, socket.MSG_PEEK)
+        if not first:
+            raise ConnectionResetError("the connection has ended")
+        if (secret := first == HANDSHAKE) is (self._key is None):
+            raise ValueError(f"a guest with a key: {NEEDS_NONE}" if secret else f"a guest without a key: {NEEDS_KEY}")
+        await self._enter(guest)
+
+
+def _why(error: BaseException) -> str:
+    """Return why a guest is refused; empty if it has gone."""
+    match error:
+        case asyncio.TimeoutError():
+            return "a guest that doesn't greet"
+        case ssl.SSLError() if not isinstance(error, ssl.SSLEOFError):
+            return f"a guest without the run's key ({error.reason})"
+        case OSError():
+            return ""
+    return str(error)
+
+
+async def _parted(connection: socket.socket) -> None:
+    """Read on until the guest has closed: a connection that is closed with bytes unread loses what was sent last."""
+    hang_up(connection, socket.SHUT_WR)
+    while await ready(connection, connection.recv, GREETING_BYTES):
+        pass
+
+
 class Door:
     """Listens on a thread at this machine's address, and serves each guest by the service that its greeting names.
-    `say`: prints a line about each refused guest."""
+    `say`: prints a line about each refused guest. `key`: None lets everybody in who knows the job."""
 
-    def __init__(self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned) -> None:
-        self._serve, self._say = serve, Once(say)
+    def __init__(
+        self, host: str, serve: Mapping[str, Serve], say: Callable[[str], None] = warned, key: Key | None = None
+    ) -> None:
+        self._serve, self._say, self._key = serve, Once(say), key
         self._listening = socket.create_server((host, 0), backlog=128)
-        self._listening.setblocking(False)
         self.place = f"{host}:{self._listening.getsockname()[1]}"
         self._open: set[socket.socket] = set()  # served on threads, to be shut at the end
-        self._waiting = dict[asyncio.Task[None], None]()  # guests that haven't greeted, the oldest first
         self._loop = asyncio.new_event_loop()  # one thread reads all greetings
-        self._loop.add_reader(self._listening, self._accept)
+        self._entrance = Entrance(self._listening, self._loop, self._enter, key, self._say)
         self._thread = threading.Thread(target=self._run, name="lightning_decentral-door", daemon=True)
         self._thread.start()
 
@@ -67,61 +191,22 @@ class Door:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()  # else a guest could still be let in, whose messages nobody would read
         for connection in list(self._open):
-            shut(connection)
+            hang_up(connection)
 
     def _run(self) -> None:
         with closing(self._loop), self._listening:
             self._loop.run_forever()
-            self._loop.remove_reader(self._listening)
-            for greeting in list(self._waiting):
-                greeting.cancel()
-                with suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(greeting)
+            self._loop.run_until_complete(self._entrance.close())
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            return  # the guest has gone meanwhile
-        except OSError as error:
-            self._say("full", f"no connection can be accepted ({error}): raise `ulimit -n`; trying again")
-            for greeting in self._waiting:
-                greeting.cancel()
-            time.sleep(FULL_SECONDS)
-            return
-        if len(self._waiting) >= MOST_WAITING:
-            next(iter(self._waiting)).cancel("a guest that doesn't greet, of too many")
-        connection.setblocking(False)
-        greeting = self._loop.create_task(self._greeted(connection))
-        self._waiting[greeting] = None
-        greeting.add_done_callback(self._waiting.pop)
-
-    async def _greeted(self, connection: socket.socket) -> None:
-        """Serve the guest once it has greeted correctly; else refuse it, with the reason."""
-        try:
-            greeting = await asyncio.wait_for(self._greeting(connection), GREETING_SECONDS)
-            self._let_in(connection, wanted(greeting, *self._serve))
-            return
-        except asyncio.TimeoutError:
-            why = "a guest that doesn't greet"
-        except (ValueError, asyncio.CancelledError) as error:
-            why = str(error)
-        except OSError:
-            why = ""  # it has gone
-        with connection, suppress(OSError):
-            if why:
-                peer = connection.getpeername()[0]
-                self._say(f"{peer} {why}", f"refused {peer}: {why}")
-                connection.send(frame({"refused": why}))
-
-    async def _greeting(self, connection: socket.socket) -> Any:
-        frames, found = Frames(GREETING_BYTES), list[Any]()
-        while not found:
-            more = await self._loop.sock_recv(connection, frames.missing)  # nothing after the greeting is read
-            if not more:
-                raise ConnectionResetError("the connection has ended")
-            found = frames.feed(more)
-        return found[0]
+    async def _enter(self, guest: Guest) -> None:
+        connection = guest.connection
+        assert connection is not None
+        if self._key is not None:
+            secured = self._key.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            connection = guest.connection = secured
+            await ready(connection, secured.do_handshake)
+        greeting = await first_of(partial(ready, connection, connection.recv))
+        self._let_in(connection, wanted(greeting, *self._serve))
 
     def _let_in(self, connection: socket.socket, wants: str) -> None:
         self._open.add(connection)
@@ -133,25 +218,40 @@ class Door:
             self._open.discard(connection)
             connection.close()
 
+    def admit(self, connection: socket.socket) -> None:
+        """Serve the other end of a connection that this end has made, on the calling thread."""
+        connection.settimeout(GREETING_SECONDS)
+        serve = self._serve[wanted(receive(connection), *self._serve)]
+        self._open.add(connection)
+        self._served(connection, serve)
+
     def _served(self, connection: socket.socket, serve: Serve) -> None:
+        kept = False
         try:
-            with connection, suppress(OSError):
+            with suppress(OSError):
                 peer = connection.getpeername()[0]
                 connection.settimeout(GREETING_SECONDS)
                 keeps_alive(connection)
                 try:
-                    serve(connection)
+                    kept = serve(connection) is True
                 except (ValueError, KeyError, TypeError, MemoryError) as error:
                     why = str(error) if str(error)[20:] else f"{type(error).__name__}: {error}"
                     self._say(f"{peer} {why}", f"shut out {peer}: {why}")
                     connection.sendall(frame({"refused": why}))
         finally:
             self._open.discard(connection)
+            if not kept:
+                connection.close()
+
+
+def hang_up(connection: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+    """End a connection of which another thread may be reading or writing; only that one may close it."""
+    if connection is not None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, how)  # a TLS connection's own `shutdown` would go on in plain text
 
 
 def shut(connection: socket.socket | None) -> None:
-    if connection is None:
-        return
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+    if connection is not None:
+        hang_up(connection)
+        connection.close()

@@ -7,21 +7,23 @@
 Memory is allocated as bytes arrive, not as they are announced. A value is never copied as a whole: tensors are sent in
 pieces, and the digest is computed over the pieces.
 
-The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out. It is no password, as all
-messages are readable on their way."""
+The job is a digest of LIGHTNING_DECENTRAL_TOKEN: it keeps other jobs and wrong settings out. It is no password: that is
+the key, with which frames travel in TLS (`keys`)."""
 
 import hashlib
 import hmac
 import json
 import os
+import select
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_decentral.elastic.wire.sockets.keys import Key
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
 from lightning_decentral.shared.wire.plain import Serialized, lengths, pack, unpack
 
@@ -89,6 +91,16 @@ class Frames:
             found.append(message(self._bytes[LENGTH_BYTES:end]))
             del self._bytes[:end]
         return found
+
+
+async def first_of(read: Callable[[int], Awaitable[bytes]]) -> Any:
+    """Return the next message, of a few bytes, by `read(most bytes)`, and read nothing after it."""
+    frames, found = Frames(GREETING_BYTES), list[Any]()
+    while not found:
+        if not (more := await read(frames.missing)):
+            raise ConnectionResetError("the connection has ended")
+        found = frames.feed(more)
+    return found[0]
 
 
 def receive(connection: socket.socket) -> Any:
@@ -186,17 +198,40 @@ def address(place: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def connected(place: str, wants: str, seconds: float) -> socket.socket:
-    """Connect to an address and greet; small messages leave at once. OSError if the address isn't reached."""
+def connected(place: str, wants: str, seconds: float, key: Key | None = None) -> socket.socket:
+    """Connect to an address and greet; small messages leave at once. OSError if the address isn't reached, WrongKey if
+    it has another key."""
     made = socket.create_connection(address(place), seconds)
     try:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # heartbeats wait for no acknowledgement
         keeps_alive(made)
-        made.sendall(frame({"job": _job(), "wants": wants}))
+        made = key.secured(made, place) if key else made
+        greet(made, wants)
     except OSError:
         made.close()
         raise
     return made
+
+
+def greet(connection: socket.socket, wants: str) -> None:
+    """Send the greeting of a guest that wants this service."""
+    connection.sendall(frame({"job": _job(), "wants": wants}))
+
+
+def readable(connection: socket.socket, seconds: float) -> bool:
+    """Return whether something to read, or the end, comes within this time."""
+    poll = select.poll()  # `select` knows no descriptors beyond 1024
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def ended(connection: socket.socket, seconds: float) -> bool:
+    """Return whether the other end closes a connection within this time, even one on which a thread is sending."""
+    try:  # below TLS, whose state is that thread's
+        flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        return readable(connection, seconds) and not socket.socket.recv(connection, 1, flags)
+    except (OSError, ValueError):
+        return True
 
 
 def keeps_alive(connection: socket.socket) -> None:

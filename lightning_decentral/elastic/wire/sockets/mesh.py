@@ -10,7 +10,6 @@ couldn't send a message connects again at once, so that no other waits for the m
 its thread and connections are closed; when it leaves the view, all its entries are dropped (`forget`)."""
 
 import queue
-import select
 import socket
 import sys
 import threading
@@ -18,8 +17,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from lightning_decentral.elastic.wire.sockets.door import Door, Serve, shut
-from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, connected, frame, receive, receive_bytes
+from lightning_decentral.elastic.wire.sockets.dialing import Dialer
+from lightning_decentral.elastic.wire.sockets.door import Door, Serve, hang_up, shut
+from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, ended, frame, receive, receive_bytes
 
 KEPT_ROUNDS = 8  # past rounds whose frames may still be awaited
 AGAIN_SECONDS = 0.5  # seconds between two tries to connect to a member that waits for a lost message
@@ -54,8 +54,10 @@ class Mesh:
     """Keeps one member's connections, at the address at which others reach this machine. `serve` maps services other
     than rounds to their functions; `changed` is notified when a message arrives."""
 
-    def __init__(self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition) -> None:
-        self.name, self.changed = name, changed
+    def __init__(
+        self, host: str, name: str, serve: Mapping[str, Serve], changed: threading.Condition, dial: Dialer | None = None
+    ) -> None:
+        self.name, self.changed, self.dial = name, changed, dial or Dialer()
         self.lost: set[str] = set()
         self.round = 0
         self.awaited = True  # keep all messages until taken; False: keep the two newest rounds of each sender
@@ -67,7 +69,8 @@ class Mesh:
         self._newest: dict[str, socket.socket] = {}  # {sender: its newest connection}; the end of older ones is ignored
         self._lines: dict[str, Line] = {}  # {receiver: the thread that sends to it}
         self._largest = GROWTH_BYTES
-        self._door = Door(host, {**serve, "rounds": self._receive})
+        own = {"rounds": self._receive, "called": self.dial.arrives}
+        self._door = self.dial.door = Door(host, {**serve, **own}, key=self.dial.key)
         self.place = self._door.place
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
@@ -149,10 +152,11 @@ class Mesh:
             lines = [line for name in names if (line := self._lines.pop(name, None))]
             connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
             for line in lines:
+                self.dial.direct.pop(line.place, None)
                 line.put(None)
             self.changed.notify_all()
         for connection in [*connections, *(line.connection for line in lines)]:
-            shut(connection)  # ends threads that wait there
+            hang_up(connection)  # ends threads that wait there
 
     def close(self) -> None:
         """Close every connection; the other members see that at once."""
@@ -227,13 +231,7 @@ class Line(threading.Thread):
 
     def cut(self) -> bool:
         """Return whether the other end closes this connection, too, within `ENDED_SECONDS`."""
-        if (connection := self.connection) is None:
-            return self.idle
-        try:
-            readable, _, _ = select.select([connection], [], [], ENDED_SECONDS)
-            return bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except (OSError, ValueError):
-            return True
+        return self.idle if (connection := self.connection) is None else ended(connection, ENDED_SECONDS)
 
     def run(self) -> None:
         while (sent := self._queue.get()) is not None:
@@ -250,8 +248,9 @@ class Line(threading.Thread):
 
     def _end(self) -> None:
         """End this thread's connection; later messages get a new one."""
-        self._mesh.lose(self._to)
         with self._mesh.changed:
+            if self._to not in self._mesh._newest:  # else another program refuses at the address of a hidden member
+                self._mesh.lose(self._to)
             if self._queue.empty():
                 self.put(None)
 
@@ -267,7 +266,7 @@ class Line(threading.Thread):
                 time.sleep(AGAIN_SECONDS)
 
     def _connect(self, first: tuple[int, int]) -> None:
-        self.connection = connected(self.place, "rounds", 5.0)
+        self.connection = self._mesh.dial(self._to, self.place, "rounds", 5.0)
         self.connection.settimeout(None)
         self.connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
 

@@ -3,17 +3,21 @@
 import errno
 import json
 import socket
+import ssl
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
 from lightning_decentral.elastic.wire.sockets import door as module
-from lightning_decentral.elastic.wire.sockets.door import MOST_WAITING, Door, Once
+from lightning_decentral.elastic.wire.sockets.door import MOST_WAITING, Door, Once, hang_up
 from lightning_decentral.elastic.wire.sockets.frames import (
     Refused,
+    _job,
     address,
     connected,
     frame,
@@ -21,7 +25,9 @@ from lightning_decentral.elastic.wire.sockets.frames import (
     receive,
     receive_bytes,
 )
+from lightning_decentral.elastic.wire.sockets.keys import WrongKey
 from lightning_decentral.shared.wire.meeting.rendezvous import TOKEN
+from tests.elastic.wire.keyed import key
 
 pytestmark = pytest.mark.threads
 SECONDS = 20.0
@@ -43,15 +49,16 @@ def lines() -> list[str]:
     return []
 
 
-@pytest.fixture
-def door(lines: list[str]) -> Iterator[Door]:
-    made = Door("127.0.0.1", {"echo": echo}, lines.append)
+@pytest.fixture(params=["plain", "secret"])
+def door(request: pytest.FixtureRequest, lines: list[str]) -> Iterator[Door]:
+    """The whole suite holds under a key, too."""
+    made = Door("127.0.0.1", {"echo": echo}, lines.append, key() if request.param == "secret" else None)
     yield made
     made.close()
 
 
 def answers(door: Door) -> bool:
-    with connected(door.place, "echo", SECONDS) as connection:
+    with connected(door.place, "echo", SECONDS, door._key) as connection:
         connection.sendall(frame([1, "a"]))
         return bool(receive(connection) == [1, "a"])
 
@@ -103,7 +110,9 @@ def greeting_of(size: int) -> bytes:
     return size.to_bytes(4, "big") + b"[" * size
 
 
-@pytest.mark.parametrize("sent", [greeting_of(500_000), greeting_of(1000), b"GET / HTTP/1.1\r\n", frame({"job": 3})])
+@pytest.mark.parametrize(
+    "sent", [greeting_of(500_000), greeting_of(1000), b"GET / HTTP/1.1\r\n", frame({"job": 3}), b"\x16" * 700]
+)
 def test_what_is_no_greeting_is_refused_in_one_line(door: Door, lines: list[str], sent: bytes) -> None:
     for _ in range(2):
         with guest(door) as connection:
@@ -115,7 +124,10 @@ def test_what_is_no_greeting_is_refused_in_one_line(door: Door, lines: list[str]
 
 
 def test_another_token_is_told(door: Door, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(door.place, "tea", SECONDS) as connection, pytest.raises(Refused, match="lobby's address"):
+    with (
+        connected(door.place, "tea", SECONDS, door._key) as connection,
+        pytest.raises(Refused, match="lobby's address"),
+    ):
         receive(connection)
     greeted = module.wanted
 
@@ -124,13 +136,13 @@ def test_another_token_is_told(door: Door, lines: list[str], monkeypatch: pytest
         return greeted(found, *known)
 
     monkeypatch.setattr(module, "wanted", other)
-    with connected(door.place, "echo", SECONDS) as connection, pytest.raises(Refused, match="another job"):
+    with connected(door.place, "echo", SECONDS, door._key) as connection, pytest.raises(Refused, match="another job"):
         receive(connection)
 
 
 def test_what_a_guest_says_wrongly_is_said_once_and_told(door: Door, lines: list[str]) -> None:
     for _ in range(2):
-        with connected(door.place, "echo", SECONDS) as connection:
+        with connected(door.place, "echo", SECONDS, door._key) as connection:
             connection.sendall((5).to_bytes(4, "big") + b"[1, 2")
             with pytest.raises(Refused, match="Expecting"):
                 receive(connection)
@@ -173,3 +185,123 @@ def test_causes_that_are_remembered_are_few() -> None:
         once(str(number), str(number))
     assert len(said) == 1000
     assert len(once._said) <= module.LINES
+
+
+@pytest.fixture
+def secret(lines: list[str]) -> Iterator[Door]:
+    made = Door("127.0.0.1", {"echo": echo}, lines.append, key())
+    yield made
+    made.close()
+
+
+def test_without_the_key_nobody_is_served_and_is_told_the_remedy(secret: Door, lines: list[str]) -> None:
+    with connected(secret.place, "echo", SECONDS) as connection, pytest.raises(Refused, match=r"Elastic\(key=FILE\)"):
+        receive(connection)
+    with pytest.raises(WrongKey, match=r"another key than .*stranger.key: give all machines the same file"):
+        connected(secret.place, "echo", SECONDS, key("stranger"))
+    assert answers(secret)
+    assert [line.partition(": ")[2][:24] for line in lines] == ["a guest without a key: t", "a guest without the run'"]
+
+
+def test_a_key_where_the_run_has_none_is_told_the_remedy(lines: list[str]) -> None:
+    door = Door("127.0.0.1", {"echo": echo}, lines.append)
+    with pytest.raises(WrongKey, match="start the lobby with --key FILE"):
+        connected(door.place, "echo", SECONDS, key())
+    eventually(lambda: bool(lines))
+    assert "a guest with a key: this run has no key" in lines[0]
+    door.close()
+
+
+def test_a_stranger_that_trusts_anybody_is_not_served(secret: Door) -> None:
+    """It makes the handshake with its own key, or with none."""
+    for own in (key("stranger").path, ""):
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        if own:
+            trusting.load_cert_chain(own)
+        with guest(secret) as raw, suppress(OSError), trusting.wrap_socket(raw) as connection:
+            # A client ends its handshake before its certificate is looked at.
+            connection.sendall(frame({"job": _job(), "wants": "echo"}) + frame([1]))
+            assert not connection.recv(1000)
+    assert answers(secret)
+
+
+def test_what_was_recorded_on_its_way_serves_nobody(secret: Door, lines: list[str]) -> None:
+    recorded = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as tap:
+
+        def passes() -> None:
+            near, far = tap.accept()[0], guest(secret)
+            back = threading.Thread(target=lambda: [near.sendall(more) for more in iter(partial(far.recv, 4096), b"")])
+            back.start()
+            for more in iter(partial(near.recv, 4096), b""):
+                recorded.extend(more)
+                far.sendall(more)
+            far.shutdown(socket.SHUT_WR)
+            back.join()
+
+        on_the_way = threading.Thread(target=passes)
+        on_the_way.start()
+        place = f"127.0.0.1:{tap.getsockname()[1]}"
+        with connected(place, "echo", SECONDS, key()) as connection:
+            connection.sendall(frame("a secret of the run"))
+            assert receive(connection) == "a secret of the run"
+        on_the_way.join(SECONDS)
+    assert recorded
+    assert b"secret" not in recorded
+    assert b"job" not in recorded
+    with guest(secret) as connection:
+        connection.sendall(recorded)
+        with suppress(ConnectionResetError):
+            assert sum(map(len, iter(partial(connection.recv, 4096), b""))) < 4096
+    assert answers(secret)
+    assert any("without the run's key" in line for line in lines)
+
+
+def test_half_a_handshake_holds_no_thread_and_keeps_nobody_out(
+    secret: Door, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GREETING_SECONDS", 1.0)
+    before, hello = threading.active_count(), bytes.fromhex("1603010200010001fc0303")
+    slow = [guest(secret) for _ in range(MOST_WAITING + 20)]
+    for connection in slow:
+        connection.sendall(hello)
+    assert answers(secret)
+    assert threading.active_count() <= before + 1
+    assert len(secret._entrance._waiting) <= MOST_WAITING
+    for connection in slow:
+        connection.settimeout(SECONDS)
+        assert connection.recv(1000) == b""
+        connection.close()
+    eventually(lambda: not secret._entrance._waiting)
+
+
+def test_many_guests_of_one_host_keep_no_other_host_out(secret: Door) -> None:
+    """A guest that is slow, but of another host, isn't the one that makes room."""
+    port = address(secret.place)[1]
+    slow = socket.create_connection(("127.0.0.1", port), SECONDS, source_address=("127.0.0.2", 0))
+    eventually(lambda: "127.0.0.2" in secret._entrance._waiting.values())
+    silent = [guest(secret) for _ in range(MOST_WAITING + 10)]
+    assert answers(secret)
+    assert "127.0.0.2" in secret._entrance._waiting.values()
+    for connection in (slow, *silent):
+        connection.close()
+
+
+def test_a_large_message_goes_through_the_key_whole() -> None:
+    """And its sender's connection may be ended by another thread."""
+    got = list[bytes]()
+    door = Door("127.0.0.1", {"take": lambda found: got.append(bytes(receive_bytes(found, 3_000_000)))}, key=key())
+    sent = bytes(range(250)) * 12_000
+    with connected(door.place, "take", SECONDS, key()) as connection:
+        connection.sendall(sent)
+        eventually(lambda: bool(got))
+    assert got == [sent]
+    blocked = connected(door.place, "take", SECONDS, key())
+    ended = threading.Thread(target=lambda: blocked.recv(1), daemon=True)
+    ended.start()
+    hang_up(blocked)
+    ended.join(SECONDS)
+    assert not ended.is_alive()
+    blocked.close()
+    door.close()

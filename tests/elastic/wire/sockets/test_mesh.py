@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from lightning_decentral.elastic.wire.sockets import dialing
 from lightning_decentral.elastic.wire.sockets import mesh as module
+from lightning_decentral.elastic.wire.sockets.dialing import Dialer
 from lightning_decentral.elastic.wire.sockets.mesh import KEPT_ROUNDS, Mesh, Slot
+from tests.elastic.wire import keyed
 
 pytestmark = pytest.mark.threads
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Mesh, Mesh]]:
-    made = [Mesh("127.0.0.1", name, {}, threading.Condition()) for name in "ab"]
+@pytest.fixture(params=["plain", "secret"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Mesh, Mesh]]:
+    own = keyed.key() if request.param == "secret" else None
+    made = [Mesh("127.0.0.1", name, {}, threading.Condition(), Dialer(own)) for name in "ab"]
     yield made[0], made[1]
     for mesh in made:
         mesh.close()
@@ -54,7 +58,7 @@ def test_a_round_before_a_new_connection_is_given_up(pair: tuple[Mesh, Mesh]) ->
     a, b = pair
     sent(a, b, 5)
     assert b.take(Slot("a", 1, 5, 0), always)
-    again = Mesh("127.0.0.1", "a", {}, threading.Condition())
+    again = Mesh("127.0.0.1", "a", {}, threading.Condition(), a.dial)
     sent(again, b, 9)
     assert b.take(Slot("a", 1, 9, 0), always)
     assert b.take(Slot("a", 1, 8, 0), always) is None
@@ -63,7 +67,7 @@ def test_a_round_before_a_new_connection_is_given_up(pair: tuple[Mesh, Mesh]) ->
 
 def cut(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """So many connections aren't made, as through a network that is cut for a while."""
-    left, connected = [times], module.connected
+    left, connected = [times], dialing.connected
 
     def connects(*args: Any) -> Any:
         left[0] -= 1
@@ -71,7 +75,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise TimeoutError("timed out")
         return connected(*args)
 
-    monkeypatch.setattr(module, "connected", connects)
+    monkeypatch.setattr(dialing, "connected", connects)
 
 
 def for_so_long() -> Callable[[], bool]:
@@ -176,7 +180,7 @@ def test_nothing_stays_of_members_that_ended(pair: tuple[Mesh, Mesh], both: bool
     a, _ = pair
     before = threading.active_count(), descriptors()
     for nth in range(8):
-        other = Mesh("127.0.0.1", f"c{nth}", {}, threading.Condition())
+        other = Mesh("127.0.0.1", f"c{nth}", {}, threading.Condition(), a.dial)
         if both:
             sent(other, a, 1)
             assert a.take(Slot(other.name, 1, 1, 0), always)
