@@ -29,13 +29,13 @@ from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.evaluation import Evaluation
 from lightning_decentral.shared.introduction import introduce
 from lightning_decentral.shared.meeting import TIMEOUT, WorkerGroup
-from lightning_decentral.shared.placement import Placed
 from lightning_decentral.shared.refusals import StartMethod, named, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.updates import Follows, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import uneven
 from lightning_decentral.shared.wire.mean import MeanModel, of_mean
+from lightning_decentral.shared.wire.meeting.placement import Placed
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
 from lightning_decentral.shared.wire.transport import Transport, Wire
 

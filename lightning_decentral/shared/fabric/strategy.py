@@ -22,7 +22,6 @@ from lightning_decentral.shared.coordination import Result
 from lightning_decentral.shared.fabric.checkpoints import FabricCheckpoints
 from lightning_decentral.shared.fabric.loop import Accumulating, FabricWorkerGroup
 from lightning_decentral.shared.meeting import TIMEOUT
-from lightning_decentral.shared.placement import Placed
 from lightning_decentral.shared.refusals import StartMethod, refuse_sync_batch_norm, refuse_unknown
 from lightning_decentral.shared.replica_health import ReplicaHealth
 from lightning_decentral.shared.settings import compare, of_method, of_optimizers, of_place, versions
@@ -30,6 +29,7 @@ from lightning_decentral.shared.updates import Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean
+from lightning_decentral.shared.wire.meeting.placement import Placed
 from lightning_decentral.shared.wire.objects import gather_world
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
