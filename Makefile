@@ -10,7 +10,7 @@ OLD_PYTHON := "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.spli
 # The tests start many processes: each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix matrix-quick gpu docs clean
+.PHONY: demo demo-pipeline demo-partial demo-sweep test thorough quick lint checks pytest everything conformance matrix matrix-quick ray gpu docs clean
 
 # ddp with AdamW and with Muon, then gossip with Muon, which differs from the second by the strategy alone; a table and a picture.
 demo: DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -57,6 +57,14 @@ matrix: $(STAMP)
 # Sweeps under Hydra's newest version, pre-releases included, laid over .venv; skipped where there is nothing newer.
 matrix-quick: $(STAMP)
 	$(BIN)/python benchmarks/matrix.py quick --work $(or $(WORK),build/matrix)
+
+# Under a real Ray, in an environment laid over .venv: what Ray Train installs changes Lightning's default logger. A quarter of an hour.
+ray: $(STAMP)
+	$(BIN)/python -m venv build/ray
+	printf 'import site; site.addsitedir("%s")\n' "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')" \
+		> "$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	build/ray/bin/python -m pip install -q -c constraints.txt "ray[train]"
+	build/ray/bin/python -m pytest tests/processes/test_ray.py
 
 # What a CUDA device says of the predictions, in parts of ten minutes at most; PARTS=devices needs two. Without a device it says so.
 # Where there is no .venv, $(PYTHON) as it is: machines with devices are often lent without a network.

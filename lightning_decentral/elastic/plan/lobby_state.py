@@ -75,7 +75,7 @@ class LobbyState:
         """Record when half of the members or more are silent: the lobby itself may have slept or been cut off. Then the
         first members to return don't continue without the others."""
         stay, size = self._counted(now)
-        return replace(self, doubted=now) if 0 < size and 2 * stay <= size else self
+        return replace(self, doubted=now) if size > 0 and 2 * stay <= size else self
 
     def _learnt(self, beat: Heartbeat) -> "LobbyState":
         """Learn the highest view and the run's founder from a heartbeat, as a restarted lobby must."""
