@@ -29,6 +29,7 @@ METHODS = {
     "ddp, PowerSGD": ["strategy=ddp", "optimizer.lr=3e-3", "hook=powersgd"],
     "ddp, Muon": MUON,
     "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
+    "ddp, Muon, fp16 hook, small buckets": [*MUON, "hook=fp16", "+strategy.bucket_cap_mb=0.2"],
     "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
     "ddp, AccumAdamW, fp16 hook": [*ACCUM, "hook=fp16"],
     "ddp, fp16 hook, accumulating 4": [*ADAMW, *FOUR],

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from common.hardware import machine_seconds
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import Exponential, Gossip, Int8, OnePeerExponential, Ring
 
@@ -97,12 +98,13 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """Callback that notes when each step ended, by the clock that all hosts share, and this host's processor
-    seconds."""
+    """Callback that notes when each step ended, by the clock that all hosts share, and the processor seconds of this
+    host and of the whole machine."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.busy: list[float] = []
+        self.machine: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.tick()
@@ -111,6 +113,7 @@ class Clock(Callback):
         """A step has ended."""
         self.ends.append(time.monotonic())
         self.busy.append(time.process_time())
+        self.machine.append(machine_seconds())
 
 
 class NoBroadcast(Callback):
