@@ -5,8 +5,9 @@
 Forward and backward sleep `--step-seconds` for a batch of the recipe's own size, and as many times longer for a larger
 one. Parameters, gradients, hooks, codecs, mixing, the optimizer's own work, Lightning's loop and the network are real.
 Time is stretched so that each host has `--share` of a core: on two cores, with half a core a host, sleeps of eight
-hosts take twice as long and links have half the rate, and what is measured is halved. A row is timed again, twice at
-most, where other work took more than a tenth of a core; what the others took and what a host computes are kept.
+hosts take twice as long and links have half the rate, and what is measured is halved. Hosts have priority over other
+work. A row is timed again, `--turns` times at most, where that took more than `--quiet` of a core; kept are what it
+took, what a host computes, and how long it waited for a processor.
 
 Losses are those of `loss/per_second.py`, by the same steps. What a sleep stands for: `loss/asleep_tables.py`.
 Needs root and iproute2. Writes `results/loss-per-second-asleep-<hardware>.json`.
@@ -76,6 +77,7 @@ def timed(records: list[dict[str, Any]], times: float) -> dict[str, Any]:
         row = {
             "seconds": seconds_per_step([one["ends"] for one in of], WARM_UP) / times,
             "busy": busy_per_step([one["busy"] for one in of], WARM_UP) / times,
+            "waited": busy_per_step([one["waited"] for one in of], WARM_UP) / times,
             "others": round(of[0]["others"], 3),
             "sent": of[0]["sent"],
             "turns": found.get(of[0]["method"], {}).get("turns", 0) + 1,

@@ -158,13 +158,18 @@ class Asleep:
         return f"{at}: times sooner than the soonest peer, most: if nothing were sent:\n\n{lines(body)}"
 
     def load(self) -> str:
-        """Processor seconds of a host's step, and other work, each the largest over the rates."""
+        """Processor seconds of a host's step, those that it waited for a processor, and other work."""
         head = [["method", *self.table.rates], ["---"] * (1 + len(self.table.rates))]
         for method in self.table.methods:
             of = [self.results["rows"][f"{self.recipe} {self.hosts} {rate}"].get(method) for rate in self.table.rates]
-            head.append([method, *(f"{row['busy']:.3f}, {row['others']:.2f}" if row else "-" for row in of)])
-        title = f"{self.table.title}: processor seconds of a host and step, share of a core that other work took"
-        return f"{title}:\n\n{lines(head)}"
+            head.append(
+                [
+                    method,
+                    *(f"{row['busy']:.3f}, {row['waited']:.3f}, {row['others']:.1f}" if row else "-" for row in of),
+                ]
+            )
+        what = "processor seconds of a host and step, seconds that it waited for one, cores of other work"
+        return f"{self.table.title}: {what}:\n\n{lines(head)}"
 
     def markdown(self) -> str:
         place, seeds = self.place, len(self.table.runs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.hardware import come_first
 from network.accuracy_worker import train, train_alone
 from network.cluster import Cluster
 from network.speed_worker import Plan
@@ -18,8 +19,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan: Plan = json.loads((folder / "plan.json").read_text()) | {"folder": folder}
     host = int(os.environ["NODE_RANK"])
-    if plan["alone_steps"]:
-        train_alone(plan, host)
+    come_first()
     place = 0
     for rate, methods in plan["rates"].items():
         if host == 0:  # the others wait for it where they set up the first method
@@ -27,6 +27,8 @@ def main() -> None:
         for name, words in methods.items():
             for turn in range(plan["turns"]):
                 train(plan, f"{place}", words, [f"trainer.num_nodes={plan['hosts']}"])
+                if not place:  # all hosts have been set up now, and none is still importing
+                    train_alone(plan, host)
                 record = json.loads((folder / f"{place}-{host}.json").read_text())
                 record |= {"rate": rate, "method": name, "others": others(record, plan)}
                 (folder / f"{place}-{host}.json").write_text(json.dumps(record))

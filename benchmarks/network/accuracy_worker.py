@@ -65,7 +65,7 @@ class Marks(Clock):
         torch.save(torch.stack(self._rows), f"{path}.pt")
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         record = {"begin": self._begin, "ends": self.ends, "sent": self._sent.per_step, "bytes": size}
-        record |= {"busy": self.busy, "machine": self.machine}
+        record |= {"busy": self.busy, "machine": self.machine, "waited": self.waited}
         Path(f"{path}.json").write_text(json.dumps(record))
 
 

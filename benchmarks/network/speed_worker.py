@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.hardware import machine_seconds
+from common.hardware import machine_seconds, waited_seconds
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import Exponential, Gossip, Int8, OnePeerExponential, Ring
 
@@ -98,13 +98,14 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """Callback that notes when each step ended, by the clock that all hosts share, and the processor seconds of this
-    host and of the whole machine."""
+    """Callback that notes when each step ended, by the clock that all hosts share, the processor seconds of this host
+    and of the whole machine, and those that this host waited for a processor."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.busy: list[float] = []
         self.machine: list[float] = []
+        self.waited: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.tick()
@@ -114,6 +115,7 @@ class Clock(Callback):
         self.ends.append(time.monotonic())
         self.busy.append(time.process_time())
         self.machine.append(machine_seconds())
+        self.waited.append(waited_seconds())
 
 
 class NoBroadcast(Callback):

@@ -29,14 +29,18 @@ def test_what_is_timed_holds_whole_outer_rounds() -> None:
 def record(method: str, step: float, others: float) -> dict[str, Any]:
     """What two hosts keep of a run, the second behind."""
     ends = [[late + step * at for at in range(1, STEPS + 1)] for late in (0.0, 0.25)]
-    rows = [{"ends": row, "busy": [end / 4 for end in row], "sent": 5.0, "others": others} for row in ends]
+    rows = [
+        {"ends": row, "busy": [end / 4 for end in row], "waited": [0.0] * STEPS, "sent": 5.0, "others": others}
+        for row in ends
+    ]
     return {"hosts": [{**row, "method": method} for row in rows]}
 
 
 def test_of_several_turns_the_quietest_counts() -> None:
     turns = [record("ddp", 0.5, 0.4), record("ddp", 0.25, 0.02), record("ddp", 0.75, 0.2), record("gossip", 0.5, 0.9)]
     found = timed(turns, 2)
-    assert found["ddp"] == {"seconds": 0.125, "busy": 0.03125, "others": 0.02, "sent": 5.0, "turns": 3}
+    whole = {"seconds": 0.125, "busy": 0.03125, "waited": 0.0, "others": 0.02, "sent": 5.0, "turns": 3}
+    assert found["ddp"] == whole
     assert (found["gossip"]["seconds"], found["gossip"]["turns"]) == (0.25, 1)
 
 
@@ -55,7 +59,7 @@ CURVES = {
 
 
 def row(seconds: float) -> dict[str, Any]:
-    return {"seconds": seconds, "busy": 0.01, "others": 0.0, "sent": 1e5, "turns": 1}
+    return {"seconds": seconds, "busy": 0.01, "waited": 0.002, "others": 0.0, "sent": 1e5, "turns": 1}
 
 
 RESULTS = {
@@ -85,7 +89,7 @@ def test_the_page_says_what_is_missing_at_both_losses_and_what_was_computed() ->
     cells = "10mbit | ddp, Muon, fp16 hook | 15.0 | 4.00 | gossip, int8, Muon; 60 steps, one seed | 1.00 | 0.25"
     assert f"| {cells} | 0.50 | 0.50 | 0.250 | 0.125 | 0.100 |" in text
     assert "at the 1.500 of `ddp`" in text
-    assert "| gossip, int8, Muon | 0.010, 0.00 |" in text
+    assert "| gossip, int8, Muon | 0.010, 0.002, 0.0 |" in text
 
 
 def test_a_loss_that_none_of_ours_reaches_has_an_empty_row() -> None:
