@@ -25,7 +25,7 @@ CURVES = (
     "loss-per-second-16-hosts-2-cores",
     "losses-8-hosts-1024-tokens-2-cores",
     "losses-16-hosts-1024-tokens-2-cores",
-    "losses-8-hosts-small-batches-2-cores",
+    "losses-8-hosts-schedules-2-cores",
     "losses-gpt-640-steps-2-cores",
     "loss-per-second-digits-2-cores",
     "losses-digits-owners-2-cores",

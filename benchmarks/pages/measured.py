@@ -14,7 +14,9 @@ from typing import Any
 
 from common.paths import ROOT
 from elastic.aged import compared
-from pages.choosing import markdown, result, rows, stragglers
+from loss.asleep_tables import Asleep
+from loss.tables import STRONGEST
+from pages.choosing import RATES, markdown, result, rows, stragglers
 
 QUALITY = (
     ("vit", "ddp"), ("vit", "gossip"), ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"),
@@ -67,6 +69,27 @@ def slow_network() -> str:
         [m, *(f"{c['s per step']} ({c['over its bound']})" for c in of)] for m, of in zip(STEPS, cells, strict=True)
     ]
     return markdown(("method", "200 Mb/s", "400 Mb/s", "1 Gb/s"), body)
+
+
+ASLEEP = {
+    ("gpt", 4): "text, 4 hosts", ("gpt", 8): "text, 8 hosts", ("gpt", 16): "text, 16 hosts",
+    ("resnet", 4): "images, a ResNet", ("vit", 4): "images, a transformer",
+}  # fmt: skip
+
+
+def asleep() -> str:
+    """Times sooner than the soonest peer at the loss of `ddp` with Muon, of what hosts that send nothing would gain."""
+    found = result("loss-per-second-asleep-2-cores.json")
+    timed = {place: title for place, title in ASLEEP.items() if "{} {}".format(*place) in found["places"]}
+    body = []
+    for rate, links in RATES.items():
+        cells = []
+        for recipe, hosts in timed:
+            of = Asleep(found, recipe, hosts)
+            account = of.account(of.losses()[STRONGEST], rate) if rate in of.table.rates else None
+            cells.append(f"{account.gain:.2f} of {account.most:.2f}" if account else "-")
+        body.append([links, *cells])
+    return markdown(("links", *timed.values()), body)
 
 
 def forecasts() -> str:
