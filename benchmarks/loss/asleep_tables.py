@@ -31,7 +31,7 @@ CURVES = (
     "losses-digits-owners-2-cores",
 )
 """Where losses are from; of one method in one place the last."""
-BASE, LIKE = "ddp, Muon", (STRONGEST, f"{STRONGEST}, small buckets")
+BASE, SMALL = "ddp, Muon", f"{STRONGEST}, small buckets"
 LOSSY = ("PowerSGD", "accumulating")
 """In the names of forms of `ddp` that lose more in a step than averages of whole gradients."""
 DEVICE = "gpu-nvidia-h100-80gb-hbm3.json"
@@ -47,8 +47,10 @@ def curves() -> dict[str, dict[str, Any]]:
         for place, runs in (json.loads(path.read_text())["curves"] if path.exists() else {}).items():
             found.setdefault(place, {}).update(runs)
     for runs in found.values():
-        for method in LIKE if BASE in runs else ():
-            runs.setdefault(method, {**runs[BASE], "bytes_sent": runs[BASE]["bytes_sent"] / 2})
+        for method, like in ((STRONGEST, BASE), (SMALL, STRONGEST)):
+            if like in runs:
+                halved = 2 if like == BASE else 1
+                runs.setdefault(method, {**runs[like], "bytes_sent": runs[like]["bytes_sent"] / halved})
     return found
 
 
@@ -113,9 +115,13 @@ class Asleep:
         return dict(self.results["places"][f"{self.recipe} {self.hosts}"])
 
     def alone(self, of: Trained) -> float | None:
-        """Seconds of a step of hosts that send nothing."""
-        found = self.results["places"].get(f"{of.recipe or self.recipe} {self.hosts}")
-        return found and float(found["alone"])
+        """Seconds of a step of hosts that send nothing: as timed, or the least of those that send, if that is less."""
+        place = f"{of.recipe or self.recipe} {self.hosts}"
+        if place not in self.results["places"]:
+            return None
+        rows = [row for key, row in self.results["rows"].items() if key.startswith(f"{place} ")]
+        sent = [one["seconds"] for row in rows for name, one in row.items() if "accumulating" not in name]
+        return float(min(self.results["places"][place]["alone"], *sent))
 
     def soonest(self, methods: Iterable[str], loss: float, rate: str = "") -> Soonest | None:
         """The first at the loss; without a rate of hosts that send nothing."""

@@ -6,7 +6,7 @@ import pytest
 
 from loss import asleep_tables
 from loss.asleep import LONGER, STEPS, slower, stretched, timed
-from loss.asleep_tables import LIKE, Asleep, page, stands_for
+from loss.asleep_tables import SMALL, Asleep, page, stands_for
 from loss.methods import METHODS, plain
 from loss.per_second import RECIPES
 from loss.tables import STRONGEST
@@ -69,6 +69,9 @@ RESULTS = {
 }
 
 
+REAL_CURVES = asleep_tables.curves
+
+
 @pytest.fixture(autouse=True)
 def some_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asleep_tables, "curves", lambda: CURVES)
@@ -92,6 +95,13 @@ def test_the_page_says_what_is_missing_at_both_losses_and_what_was_computed() ->
     assert "| gossip, int8, Muon | 0.010, 0.002, 0.0 |" in text
 
 
+def test_hosts_that_send_nothing_take_no_longer_than_those_that_send() -> None:
+    rows = {"gpt 4 10mbit": {**RESULTS["rows"]["gpt 4 10mbit"], "gossip, int8, Muon": row(0.1)}}
+    found = Asleep({**RESULTS, "rows": rows}, "gpt", 4).account(1.0, "10mbit")
+    assert found is not None
+    assert (found.alone, found.by_exposed) == (0.1, 1.0)
+
+
 def test_a_loss_that_none_of_ours_reaches_has_an_empty_row() -> None:
     assert "| 10mbit | - |" in Asleep(RESULTS, "gpt", 4).missing("another", 0.5)
 
@@ -103,4 +113,10 @@ def test_rates_stand_for_those_of_a_device_in_the_proportion_of_bytes_and_second
 
 
 def test_a_hook_and_smaller_buckets_have_the_losses_of_ddp_without() -> None:
-    assert all(method in METHODS and plain(method) == "ddp, Muon" for method in LIKE)
+    assert all(method in METHODS and plain(method) == "ddp, Muon" for method in (STRONGEST, SMALL))
+    real = REAL_CURVES()
+    for place, runs in real.items():
+        assert (SMALL in runs) == (STRONGEST in runs), place
+        assert SMALL not in runs or runs[SMALL]["scores"] == runs[STRONGEST]["scores"]
+        if STRONGEST in runs and "ddp, Muon" in runs:
+            assert runs[STRONGEST]["bytes_sent"] == runs["ddp, Muon"]["bytes_sent"] / 2
