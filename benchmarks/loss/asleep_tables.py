@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from common.hardware import sentence
 from common.paths import RESULTS
-from loss.tables import PEERS, STRONGEST, Table, Trained, lines
+from loss.tables import BATCHES, PEERS, STRONGEST, Table, Trained, lines
 
 CURVES = (
     "loss-per-second-2-cores",
@@ -31,7 +31,7 @@ CURVES = (
     "losses-digits-owners-2-cores",
 )
 """Where losses are from; of one method in one place the last."""
-BASE, SMALL = "ddp, Muon", f"{STRONGEST}, small buckets"
+BASE, BUCKETS = "ddp, Muon", (STRONGEST, "compressed, int8, Muon", "compressed, int4, Muon")
 LOSSY = ("PowerSGD", "accumulating")
 """In the names of forms of `ddp` that lose more in a step than averages of whole gradients."""
 DEVICE = "gpu-nvidia-h100-80gb-hbm3.json"
@@ -47,7 +47,7 @@ def curves() -> dict[str, dict[str, Any]]:
         for place, runs in (json.loads(path.read_text())["curves"] if path.exists() else {}).items():
             found.setdefault(place, {}).update(runs)
     for runs in found.values():
-        for method, like in ((STRONGEST, BASE), (SMALL, STRONGEST)):
+        for method, like in ((STRONGEST, BASE), *((f"{of}, small buckets", of) for of in BUCKETS)):
             if like in runs:
                 halved = 2 if like == BASE else 1
                 runs.setdefault(method, {**runs[like], "bytes_sent": runs[like]["bytes_sent"] / halved})
@@ -105,7 +105,8 @@ class Asleep:
     def __init__(self, results: dict[str, Any], recipe: str, hosts: int) -> None:
         self.results, self.recipe, self.hosts = results, recipe, hosts
         rows = {key: {m: row["seconds"] for m, row in of.items()} for key, of in results["rows"].items()}
-        timed = {m for key, of in rows.items() if key.split(" ")[1] == f"{hosts}" for m in of}
+        here = [f"{name} {hosts} " for name in (recipe, BATCHES.get(recipe))]
+        timed = {method for key, of in rows.items() if key.startswith(tuple(here)) for method in of}
         known = {place: {m: run for m, run in of.items() if m in timed} for place, of in curves().items()}
         self.table = Table({"curves": {place: of for place, of in known.items() if of}, "seconds": rows}, recipe, hosts)
         self.everywhere = (self.table.own, *self.table.schedules, *self.table.others)

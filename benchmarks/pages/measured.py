@@ -72,8 +72,7 @@ def slow_network() -> str:
 
 
 ASLEEP = {
-    ("gpt", 4): "text, 4 hosts", ("gpt", 8): "text, 8 hosts", ("gpt", 16): "text, 16 hosts",
-    ("resnet", 4): "images, a ResNet", ("vit", 4): "images, a transformer",
+    ("gpt", 4): "text, 4", ("gpt", 8): "text, 8", ("gpt", 16): "text, 16", ("resnet", 4): "ResNet, 4",
 }  # fmt: skip
 
 
@@ -87,9 +86,9 @@ def asleep() -> str:
         for recipe, hosts in timed:
             of = Asleep(found, recipe, hosts)
             account = of.account(of.losses()[STRONGEST], rate) if rate in of.table.rates else None
-            cells.append(f"{account.gain:.2f} of {account.most:.2f}" if account else "-")
+            cells.append(f"{account.gain:.2f}/{account.most:.2f}" if account else "-")
         body.append([links, *cells])
-    return markdown(("links", *timed.values()), body)
+    return markdown(("links", *(f"{title} hosts" for title in timed.values())), body)
 
 
 def forecasts() -> str:
@@ -298,7 +297,7 @@ def device() -> str:
 
 
 TABLES = (
-    quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
+    quality, overhead, memory, slow_network, asleep, stragglers, forecasts, unequal_data, pipeline,
     faults, elastic,
 )  # fmt: skip
 ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device)

@@ -6,8 +6,8 @@ import pytest
 
 from loss import asleep_tables
 from loss.asleep import LONGER, STEPS, slower, stretched, timed
-from loss.asleep_tables import SMALL, Asleep, page, stands_for
-from loss.methods import METHODS, plain
+from loss.asleep_tables import BUCKETS, Asleep, page, stands_for
+from loss.methods import METHODS, plain, tuned_alone
 from loss.per_second import RECIPES
 from loss.tables import STRONGEST
 from network.accuracy import WARM_UP
@@ -112,11 +112,14 @@ def test_rates_stand_for_those_of_a_device_in_the_proportion_of_bytes_and_second
     assert "GPT-2 small, 8 x 1024 tokens on an NVIDIA H100 80GB HBM3, 53 ms a step, at 924 times the rate" in said
 
 
-def test_a_hook_and_smaller_buckets_have_the_losses_of_ddp_without() -> None:
-    assert all(method in METHODS and plain(method) == "ddp, Muon" for method in (STRONGEST, SMALL))
-    real = REAL_CURVES()
-    for place, runs in real.items():
-        assert (SMALL in runs) == (STRONGEST in runs), place
-        assert SMALL not in runs or runs[SMALL]["scores"] == runs[STRONGEST]["scores"]
+def test_a_hook_and_smaller_buckets_have_the_losses_of_the_method_without() -> None:
+    assert plain(STRONGEST) == "ddp, Muon"
+    for place, runs in REAL_CURVES().items():
+        for of in BUCKETS:
+            small = f"{of}, small buckets"
+            assert small in METHODS
+            assert not tuned_alone(small)
+            assert (small in runs) == (of in runs), place
+            assert small not in runs or runs[small]["scores"] == runs[of]["scores"]
         if STRONGEST in runs and "ddp, Muon" in runs:
             assert runs[STRONGEST]["bytes_sent"] == runs["ddp, Muon"]["bytes_sent"] / 2
