@@ -71,24 +71,21 @@ def slow_network() -> str:
     return markdown(("method", "200 Mb/s", "400 Mb/s", "1 Gb/s"), body)
 
 
-ASLEEP = {
-    ("gpt", 4): "text, 4", ("gpt", 8): "text, 8", ("gpt", 16): "text, 16", ("resnet", 4): "ResNet, 4",
-}  # fmt: skip
+ASLEEP = {("gpt", 4): "4 hosts, text", ("gpt", 8): "8 hosts, text", ("resnet", 4): "4 hosts, images"}
 
 
 def asleep() -> str:
     """Times sooner than the soonest peer at the loss of `ddp` with Muon, of what hosts that send nothing would gain."""
     found = result("loss-per-second-asleep-2-cores.json")
-    timed = {place: title for place, title in ASLEEP.items() if "{} {}".format(*place) in found["places"]}
     body = []
     for rate, links in RATES.items():
         cells = []
-        for recipe, hosts in timed:
+        for recipe, hosts in ASLEEP:
             of = Asleep(found, recipe, hosts)
-            account = of.account(of.losses()[STRONGEST], rate) if rate in of.table.rates else None
+            account = of.account(of.losses()[STRONGEST], rate)
             cells.append(f"{account.gain:.2f}/{account.most:.2f}" if account else "-")
         body.append([links, *cells])
-    return markdown(("links", *(f"{title} hosts" for title in timed.values())), body)
+    return markdown(("links", *ASLEEP.values()), body)
 
 
 def forecasts() -> str:
