@@ -1,7 +1,5 @@
 """Seconds of a step in `loss/per_second.py --asleep`: hosts whose accelerators are sleeps.
 
-    sudo python benchmarks/loss.py per_second --asleep --hosts 8 --recipes gpt --rates 10mbit 50mbit 200mbit 1gbit
-
 Forward and backward sleep `--step-seconds` for a batch of the recipe's own size, and as many times longer for a larger
 one. Parameters, gradients, hooks, codecs, mixing, the optimizer's own work, Lightning's loop and the network are real.
 Time is stretched so that each host has `--share` of a core: on two cores, with half a core a host, sleeps of eight

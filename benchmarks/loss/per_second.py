@@ -1,6 +1,7 @@
 """Seconds to a loss on slow networks: gossip, codes and outer rounds with Muon against the strongest forms of `ddp`.
 
     sudo python benchmarks/loss.py per_second --recipes gpt --seeds 0 1 2 --rates 10mbit 50mbit 200mbit 1gbit
+    sudo python benchmarks/loss.py per_second --asleep --recipes gpt --hosts 8  # accelerators sleep: `loss/asleep.py`
 
 Hosts are network namespaces (`cluster.py`); computation, messages and losses are real, on processors that all hosts
 share. A loss after so many steps doesn't depend on the network, so it is measured once, whole runs with every seed: by
