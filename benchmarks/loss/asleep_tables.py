@@ -107,6 +107,7 @@ class Asleep:
         rows = {key: {m: row["seconds"] for m, row in of.items()} for key, of in results["rows"].items()}
         here = [f"{name} {hosts} " for name in (recipe, BATCHES.get(recipe))]
         timed = {method for key, of in rows.items() if key.startswith(tuple(here)) for method in of}
+        timed |= {"ddp", STRONGEST}  # whose losses are to be reached
         known = {place: {m: run for m, run in of.items() if m in timed} for place, of in curves().items()}
         self.table = Table({"curves": {place: of for place, of in known.items() if of}, "seconds": rows}, recipe, hosts)
         self.everywhere = (self.table.own, *self.table.schedules, *self.table.others)

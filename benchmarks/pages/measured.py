@@ -294,10 +294,10 @@ def device() -> str:
 
 
 TABLES = (
-    quality, overhead, memory, slow_network, asleep, stragglers, forecasts, unequal_data, pipeline,
+    quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
     faults, elastic,
 )  # fmt: skip
-ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device)
+ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device, asleep)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:
