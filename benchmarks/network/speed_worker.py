@@ -98,8 +98,10 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """Callback that notes when each step ended, by the clock that all hosts share, the processor seconds of this host
-    and of the whole machine, and those that this host waited for a processor."""
+    """Callback that notes when each step ended, by the clock that all hosts share.
+
+    It notes processor seconds, too: of this host, of the whole machine, and those for which this host waited.
+    """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
