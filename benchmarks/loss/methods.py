@@ -29,6 +29,7 @@ METHODS = {
     "ddp, PowerSGD": ["strategy=ddp", "optimizer.lr=3e-3", "hook=powersgd"],
     "ddp, Muon": MUON,
     "ddp, Muon, fp16 hook": [*MUON, "hook=fp16"],
+    "ddp, Muon, fp16 hook, small buckets": [*MUON, "hook=fp16", "+strategy.bucket_cap_mb=0.2"],
     "ddp, Muon, PowerSGD": [*MUON, "hook=powersgd"],
     "ddp, AccumAdamW, fp16 hook": [*ACCUM, "hook=fp16"],
     "ddp, fp16 hook, accumulating 4": [*ADAMW, *FOUR],
@@ -41,9 +42,14 @@ METHODS = {
     "gossip, int8, Muon and its momentum": ["experiment=gossip_muon_momentum"],
     "gossip, int4 differences, Muon": ["experiment=gossip_muon", *DIFFERENCES, "optimizer.lr=3e-2"],
     "compressed, int8, Muon": ["experiment=compressed_muon"],
+    "compressed, int8, Muon, small buckets": ["experiment=compressed_muon", "+strategy.bucket_bytes=200000"],
     "compressed, int8, Muon shared out": ["experiment=compressed_muon", SHARED],
     "compressed, int4, Muon": [
         *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
+    ],
+    "compressed, int4, Muon, small buckets": [
+        *["experiment=compressed_muon", "strategy/codec=int4", "optimizer.lr=3e-2", "optimizer.momentum=0.9"],
+        "+strategy.bucket_bytes=200000",
     ],
     "outer rounds of 8, int4, Muon": ["experiment=outer_muon"],
     "streamed outer rounds of 8, int4, Muon": ["experiment=outer_muon", *streamed(8)],
@@ -59,7 +65,7 @@ METHODS = {
 
 RATES = {"adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (1e-2, 2e-2, 3e-2, 4e-2)}
 MOMENTA = {"adamw": (0.9,), "muon": (0.8, 0.9, 0.95)}
-LIKE = (", fp16 hook", " shared out")
+LIKE = (", fp16 hook", " shared out", ", small buckets")
 """In the names of what takes the rate of the same method without: losses are its, but for rounding."""
 OWN = ("accumulating", "PowerSGD")
 """In the names of what loses more than by rounding, and is tuned by itself; where it wasn't, it takes those, too."""

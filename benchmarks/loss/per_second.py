@@ -1,6 +1,7 @@
 """Seconds to a loss on slow networks: gossip, codes and outer rounds with Muon against the strongest forms of `ddp`.
 
     sudo python benchmarks/loss.py per_second --recipes gpt --seeds 0 1 2 --rates 10mbit 50mbit 200mbit 1gbit
+    sudo python benchmarks/loss.py per_second --asleep --recipes gpt --hosts 8  # accelerators sleep: `loss/asleep.py`
 
 Hosts are network namespaces (`cluster.py`); computation, messages and losses are real, on processors that all hosts
 share. A loss after so many steps doesn't depend on the network, so it is measured once, whole runs with every seed: by
@@ -49,8 +50,12 @@ RECIPES = {
     "resnet": ON_DIGITS,
 }
 HALF = {"steps": 540, "every": 20}
-STEPS = {("gpt", 8): HALF, ("gpt", 16): HALF}
-"""On more hosts: at 8 the examples of 1,080 steps on 4, with marks that end at the last step."""
+HALF_WIDE = {"steps": 144, "every": 8}
+STEPS = {
+    **{("gpt", hosts): HALF for hosts in (8, 16)},
+    **{("gpt-1024-tokens", hosts): HALF_WIDE for hosts in (8, 16)},
+}
+"""On more hosts: at 8 the examples of 1,080 steps on 4, or of 288, with marks that end at the last step."""
 FASTER = {"gossip, int8, Muon": ["optimizer.lr=3e-2"]}
 ON_FOUR = {
     "ddp, Muon, fp16 hook, accumulating 4": ["optimizer.lr=3e-2"],
@@ -165,9 +170,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="rehearsals at once, of one thread each")
     parser.add_argument("--rehearsals", action="store_true", help="no losses that need real processes")
     parser.add_argument("--longest", type=float, default=3000.0, help="seconds after which a launch has failed")
-    parser.add_argument("--results", type=Path, default=RESULTS / f"loss-per-second-{slug()}.json")
+    parser.add_argument("--results", type=Path)
     parser.add_argument("--tables", action="store_true", help="measure nothing, print the page")
+    asleep = parser.add_argument_group("steps of accelerators that sleep: loss/asleep.py")
+    asleep.add_argument("--asleep", action="store_true", help="time these; losses are those that there are")
+    asleep.add_argument("--step-seconds", type=float, default=0.1, help="forward and backward of the small batch")
+    asleep.add_argument("--share", type=float, default=0.5, help="of a core, for each host: time is stretched so")
+    asleep.add_argument("--quiet", type=float, default=0.1, help="of a core: what other work may take")
+    asleep.add_argument("--turns", type=int, default=3, help="at most, of a row during which it took more")
     options = parser.parse_args()
+    if options.asleep:
+        from loss import asleep_tables
+        from loss.asleep import time_asleep
+
+        path = options.results or RESULTS / f"loss-per-second-asleep-{slug()}.json"
+        Console().print(Markdown(asleep_tables.page(time_asleep(options, path))))
+        return
+    options.results = options.results or RESULTS / f"loss-per-second-{slug()}.json"
     results: dict[str, Any] = {"curves": {}, "seconds": {}}
     if options.results.exists():
         results = json.loads(options.results.read_text())

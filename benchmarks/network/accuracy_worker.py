@@ -32,7 +32,7 @@ def flat(model: Learner) -> Tensor:
 class Marks(Clock):
     """The clock, and this host's model after every `every` batches: a copy in memory, so that training goes on.
 
-    Writes `{place}-{rank}.json` (begin, the end of each step, bytes sent per step, bytes of the parameters) and `.pt`
+    Writes `{place}-{rank}.json` (begin, what the clock noted, bytes sent per step, bytes of the parameters) and `.pt`
     [marks, numbers].
     """
 
@@ -65,6 +65,7 @@ class Marks(Clock):
         torch.save(torch.stack(self._rows), f"{path}.pt")
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         record = {"begin": self._begin, "ends": self.ends, "sent": self._sent.per_step, "bytes": size}
+        record |= {"busy": self.busy, "machine": self.machine, "waited": self.waited}
         Path(f"{path}.json").write_text(json.dumps(record))
 
 
@@ -107,7 +108,7 @@ def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) ->
     cfg = composed([*plan["words"], *words, *settings], plan["seed"])
     data, model, trainer = built(cfg)
     if plan.get("asleep") is not None:
-        put_to_sleep(model, plan["asleep"])
+        put_to_sleep(model, plan["asleep"], own_update=plan.get("own_update", False))
     numbers = sum(p.numel() for p in model.parameters())
     sent = Sent(all_reduce_bytes({"parameters": numbers, "hosts": trainer.world_size}) / together)
     marks = Marks(plan["folder"], place, plan["every"], sent)
@@ -127,12 +128,13 @@ def train(plan: Plan, place: str, words: list[str], trainer_words: list[str]) ->
 
 def train_alone(plan: Plan, host: int) -> None:
     """Every host by itself, all at once; writes `alone-{host}.json`: when each step ended."""
-    settings = ["strategy=auto", f"trainer.max_steps={plan['alone_steps']}", *NO_END]
+    own = [word for word in plan.get("alone", []) if not word.startswith("strategy")]
+    settings = [*own, "strategy=auto", f"trainer.max_steps={plan['alone_steps']}", *NO_END]
     data, model, trainer = built(composed([*plan["words"], *settings], plan["seed"]))
     clock = Clock()
     trainer.callbacks.append(clock)
     if plan.get("asleep") is not None:
-        put_to_sleep(model, plan["asleep"])
+        put_to_sleep(model, plan["asleep"], own_update=plan.get("own_update", False))
     trainer.fit(model, datamodule=data)
     (plan["folder"] / f"alone-{host}.json").write_text(json.dumps(clock.ends))
 

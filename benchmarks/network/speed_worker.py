@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from common.hardware import machine_seconds, waited_seconds
 from lightning_decentral import CompressedStrategy, GossipStrategy
 from lightning_decentral.gossip import Exponential, Gossip, Int8, OnePeerExponential, Ring
 
@@ -97,12 +98,16 @@ class Module(LightningModule):
 
 
 class Clock(Callback):
-    """Callback that notes when each step ended, by the clock that all hosts share, and this host's processor
-    seconds."""
+    """Callback that notes when each step ended, by the clock that all hosts share.
+
+    It notes processor seconds, too: of this host, of the whole machine, and those for which this host waited.
+    """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.busy: list[float] = []
+        self.machine: list[float] = []
+        self.waited: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.tick()
@@ -111,6 +116,8 @@ class Clock(Callback):
         """A step has ended."""
         self.ends.append(time.monotonic())
         self.busy.append(time.process_time())
+        self.machine.append(machine_seconds())
+        self.waited.append(waited_seconds())
 
 
 class NoBroadcast(Callback):

@@ -14,7 +14,9 @@ from typing import Any
 
 from common.paths import ROOT
 from elastic.aged import compared
-from pages.choosing import markdown, result, rows, stragglers
+from loss.asleep_tables import Asleep
+from loss.tables import STRONGEST
+from pages.choosing import RATES, markdown, result, rows, stragglers
 
 QUALITY = (
     ("vit", "ddp"), ("vit", "gossip"), ("resnet", "ddp"), ("resnet", "gossip"), ("gpt", "ddp"), ("gpt", "gossip"),
@@ -67,6 +69,23 @@ def slow_network() -> str:
         [m, *(f"{c['s per step']} ({c['over its bound']})" for c in of)] for m, of in zip(STEPS, cells, strict=True)
     ]
     return markdown(("method", "200 Mb/s", "400 Mb/s", "1 Gb/s"), body)
+
+
+ASLEEP = {("gpt", 4): "4 hosts, text", ("gpt", 8): "8 hosts, text", ("resnet", 4): "4 hosts, images"}
+
+
+def asleep() -> str:
+    """Times sooner than the soonest peer at the loss of `ddp` with Muon, of what hosts that send nothing would gain."""
+    found = result("loss-per-second-asleep-2-cores.json")
+    body = []
+    for rate, links in RATES.items():
+        cells = []
+        for recipe, hosts in ASLEEP:
+            of = Asleep(found, recipe, hosts)
+            account = of.account(of.losses()[STRONGEST], rate)
+            cells.append(f"{account.gain:.2f}/{account.most:.2f}" if account else "-")
+        body.append([links, *cells])
+    return markdown(("links", *ASLEEP.values()), body)
 
 
 def forecasts() -> str:
@@ -278,7 +297,7 @@ TABLES = (
     quality, overhead, memory, slow_network, stragglers, forecasts, unequal_data, pipeline,
     faults, elastic,
 )  # fmt: skip
-ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device)
+ELASTIC, NOTES = (beside,), (changing, lost_stages, lost_in_storms, aged, device, asleep)
 
 
 def written(page: str, tables: Sequence[Callable[[], str]]) -> str:

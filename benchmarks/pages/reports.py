@@ -25,6 +25,7 @@ MADE_BY = {
     "gpu": "gpu.report",
     "jigsaw": "sweep.jigsaw",
     "loss-per-second": "loss.tables",
+    "loss-per-second-asleep": "loss.asleep_tables",
     "partial-accuracy": "partial.accuracy",
     "partial-cost": "partial.cost",
     "partial-memory": "partial.memory",

@@ -1,11 +1,9 @@
 """One stage of a pipeline of two as a process of a benchmark: what it runs in turns, and what autograd holds on it."""
 
-import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from common.hardware import machine_seconds
 from lightning_decentral.pipeline import ExactActivations, Keep, OneForwardOneBackward, Schedule
 from lightning_decentral.pipeline.compute.causal.causal_model import CausalModel
 from lightning_decentral.pipeline.compute.causal.trial import adapted
@@ -187,12 +186,6 @@ class Bench:
         """The gradients."""
         self.model.module.zero_grad()
         self.alone_model.zero_grad()
-
-
-def machine_seconds() -> float:
-    """Processor seconds that the whole machine has spent so far, and that its host took from it (Linux)."""
-    counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return (sum(counts) - counts[3] - counts[4]) / os.sysconf("SC_CLK_TCK")
 
 
 class _Half(nn.Module):

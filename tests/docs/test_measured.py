@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from loss.asleep_tables import Asleep
+from loss.tables import STRONGEST
 from pages import measured
 from pages.choosing import result
 from tests.docs.pages import ROOT
@@ -30,6 +32,14 @@ def test_large_rounds_take_what_their_bytes_take() -> None:
     over = [float(line.rstrip(" |").rpartition(" ")[2]) for line in measured.device().splitlines()[2:]]
     *large, small = over
     assert max(large) < 1.25 < small
+
+
+def test_on_four_hosts_gossip_gains_four_fifths_and_misses_loss_per_step() -> None:
+    found = Asleep(result("loss-per-second-asleep-2-cores.json"), "gpt", 4)
+    accounts = [found.account(found.losses()[STRONGEST], rate) for rate in found.table.rates]
+    assert [round(one.share, 1) for one in accounts if one] == [0.8] * 4
+    slow = [one for one in accounts[:3] if one]
+    assert all(one.by_exposed > 0.97 and one.by_steps < 0.85 for one in slow), "its bytes are hidden"
 
 
 def test_it_is_short() -> None:

@@ -18,6 +18,7 @@ SETTINGS = {
         "more than 5 % are in the right order",
         "7 to 12 % below it",
         "a step is 0.03 s of sleep",
+        "has 0.1 s of sleep for 256 tokens",
     ],
     "docs/optimizers.md": [
         "The factor 0.2 sqrt(max side)",
