@@ -84,7 +84,6 @@ def refuse_restarting_all(cluster: ClusterEnvironment, devices: int) -> None:
     if (TorchElasticEnvironment.detect() or connected()) and cluster.world_size() > devices:
         starter = "torchrun" if TorchElasticEnvironment.detect() else "process group"
         raise ValueError(
-            f"this {starter} has {cluster.world_size()} workers and restarts all of them when one is lost: start each "
-            f"elastic worker by its own torchrun --nnodes=1 --nproc-per-node={devices} --max-restarts=100, or as an "
-            "actor of its own"
+            f"this {starter} has {cluster.world_size()} workers and restarts all when one is lost: start each elastic "
+            f"worker by its own torchrun --nnodes=1 --nproc-per-node={devices} --max-restarts=100, or as an actor"
         )

@@ -57,7 +57,7 @@ SETTINGS = {
     "docs/scheduling.md": ["of some 35 ms, two of them 1.5 s late"],
     "docs/spilled.md": ["takes 0.9 of the memory"],
     "docs/tutorial.md": ["A model of 0.94 MB"],
-    "docs/trust.md": ["Over 1 % in a parameter"],
+    "docs/trust.md": ["Over 1 % in a parameter", "workers and lobby speak TLS 1.3"],
     "docs/why.md": [
         "takes 2.4 times the mean computing time under `ddp`, 1.29 times",  # tests/gossip/plan/test_forecast.py
         "0.7, 2.0 and 3.9 % behind in loss",  # these seven are the papers'

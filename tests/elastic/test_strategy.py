@@ -283,7 +283,7 @@ def test_schedules_may_ask_for_the_steps_before_anybody_knows_who_trains(hook: s
         ({"devices": 3}, {}, "devices=3 workers would start, outside of workers=\\(4, 16\\)"),
         ({"devices": 4, "num_nodes": 2}, {}, "without a lobby is for one machine"),
         ({"devices": 1}, {"LOCAL_RANK": "1"}, "without a lobby is for one machine"),
-        ({"devices": 1}, TORCHRUN_OF_TWO, "this torchrun has 2 workers and restarts all of them"),
+        ({"devices": 1}, TORCHRUN_OF_TWO, "this torchrun has 2 workers and restarts all when one"),
     ],
     ids=["few", "nodes", "elsewhere", "torchrun"],
 )
