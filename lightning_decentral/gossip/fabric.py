@@ -76,7 +76,7 @@ class FabricGossipStrategy(FabricWorkers):
 
     @property
     def workers(self) -> int:
-        return self.num_nodes * self.num_processes
+        return int(self.num_nodes * self.num_processes)
 
     @property
     def worker(self) -> int:

@@ -127,7 +127,7 @@ class GossipStrategy(ReplicaStrategy, metaclass=StrategyType):
     @property
     def workers_per_node(self) -> int:
         """Islands that share a node's network card; 1 where an island has several nodes."""
-        return max(1, self.num_processes // self.island.devices)
+        return int(max(1, self.num_processes // self.island.devices))
 
     @property
     def devices_per_worker(self) -> int:  # type: ignore[override]

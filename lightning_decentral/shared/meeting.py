@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_decentral.shared.coordination import FitCoordinator, Result, Uncoordinated
 from lightning_decentral.shared.refusals import refuse_backend
+from lightning_decentral.shared.wire.meeting import placement
 from lightning_decentral.shared.wire.meeting.comparison import Layout, Layouts, TrainingComparison
 from lightning_decentral.shared.wire.meeting.groups import connect, make_world
 from lightning_decentral.shared.wire.meeting.notices import Heartbeat, StatusBoard
@@ -111,7 +112,7 @@ class WorkerGroup:
                 place = environment.main_address, environment.main_port, rank, size
             except ValueError as error:
                 raise ValueError(f"MASTER_PORT must be a number ({error}): set it alike on all workers") from error
-            self._make_world(Meeting(*place, self.timeout, _hosted(), strategy.shared_layout))
+            self._make_world(Meeting(*place, self.timeout, _hosted(), placement.shared_layout(strategy)))
         else:
             _init_dist_connection(environment, strategy.process_group_backend, **self._settings)
         if connected():
@@ -120,7 +121,8 @@ class WorkerGroup:
             self._store = STORES.PrefixStore(str(connection.add(f"meetings/{rank}", 1)), connection)
             self._board = StatusBoard(self._store, rank, size, _hosted())
             self._heartbeat = Heartbeat(self._board, self.phase)
-        strategy.arrive(self._board is None or self._board.agree(strategy.in_order, timeout=self.timeout))
+        agreed = self._board is None or self._board.agree(placement.in_order(strategy), timeout=self.timeout)
+        placement.arrive(strategy, agreed)
 
     @property
     def _settings(self) -> dict[str, Any]:

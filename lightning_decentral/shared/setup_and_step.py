@@ -35,12 +35,12 @@ from lightning_decentral.shared.settings import SameSettings
 from lightning_decentral.shared.updates import Follows, Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import uneven
 from lightning_decentral.shared.wire.mean import MeanModel, of_mean
-from lightning_decentral.shared.wire.meeting.placement import Placed
+from lightning_decentral.shared.wire.meeting.placement import adapt, own_device, take_placement, workers_of_host
 from lightning_decentral.shared.wire.objects import broadcast_world, gather_rows, gather_world, reduce_alike
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 
-class WorkersStrategy(Placed, DDPStrategy):
+class WorkersStrategy(DDPStrategy):
     """Runs Lightning's loops on several workers, which wait for each other only where the method needs it.
 
     Args:
@@ -56,6 +56,8 @@ class WorkersStrategy(Placed, DDPStrategy):
 
     checkpoints: Checkpoints  # how this method saves and resumes; the constructor of a subclass sets it
     wire: Wire | None = None  # the groups that every method needs; None before set-up, and for a single worker
+    on_host: int | None = None  # workers of each host, where the environment has placed them
+    root_device, num_processes = property(own_device), property(workers_of_host)
     cut_off = property(attrgetter("_group.cut_off"))
     __repr__ = named
     gradient_check = Unchecked()
@@ -158,13 +160,17 @@ class WorkersStrategy(Placed, DDPStrategy):
     def release(self) -> None:
         """Give the parameters storage of their own again, not views of buckets."""
 
+    def place_on_hosts(self) -> None:
+        """Adapt the method to the numbers of workers and hosts. ValueError: it can't serve them."""
+
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         self._launcher = launched_by(self, self._start_method)
-        self.take_placement()
+        take_placement(self)
 
     def setup_distributed(self) -> None:
         """Create the process group as DDPStrategy does, with an error that names missing workers."""
+        adapt(self)  # before any worker communicates
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()

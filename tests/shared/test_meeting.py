@@ -164,7 +164,7 @@ def test_nccl_has_few_blocks_for_messages_unless_the_user_says_how_many(
     if given is None:
         monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
     place: Any = SimpleNamespace(global_rank=lambda: 0, world_size=lambda: 1)
-    own = {"root_device": torch.device("cuda"), "process_group_backend": "nccl", "arrive": bool}
+    own = {"root_device": torch.device("cuda"), "process_group_backend": "nccl", "on_host": None}
     of: Any = SimpleNamespace(cluster_environment=place, **own)
     with mock.patch.object(meeting, "_init_dist_connection"):
         WorkerGroup(of, timedelta(minutes=5)).come()

@@ -28,6 +28,7 @@ from lightning_decentral.shared.compute import worker_state
 from lightning_decentral.shared.compute.carried import carried
 from lightning_decentral.shared.refusals import refuse_backend
 from lightning_decentral.shared.wire.mean import MeanModel, mean_of_states
+from lightning_decentral.shared.wire.meeting.placement import adapt
 
 OF_MODELS = ("state_dict", "current_model_state")  # WeightAveraging moves the module's state to the second key
 
@@ -148,8 +149,7 @@ def _before_processes(trainer: Any, arguments: Any) -> None:
     if trainer is not None:
         if (backend := trainer.strategy.process_group_backend) is not None:
             refuse_backend(backend, trainer.strategy.root_device)
-        if trainer.strategy.on_host is None:
-            trainer.strategy.place_on_hosts()
+        adapt(trainer.strategy)
         trainer.strategy.refuse_early()
 
 

@@ -29,14 +29,14 @@ from lightning_decentral.shared.updates import Unchecked, Unfollowed
 from lightning_decentral.shared.wire.agreement import check_same_model, start_from_worker_0
 from lightning_decentral.shared.wire.fsdp import refuse_sharded
 from lightning_decentral.shared.wire.mean import MeanModel, mean, of_mean
-from lightning_decentral.shared.wire.meeting.placement import Placed
+from lightning_decentral.shared.wire.meeting.placement import adapt, own_device, take_placement, workers_of_host
 from lightning_decentral.shared.wire.objects import gather_world
 from lightning_decentral.shared.wire.transport import Transport, Wire
 
 MEAN_STANDS = "the mean of the workers stands in the model's place"
 
 
-class FabricWorkers(Placed, DDPStrategy):
+class FabricWorkers(DDPStrategy):
     """Fabric's DDPStrategy without the DDP wrapper: models start equal, and workers communicate after each update.
 
     Args:
@@ -46,6 +46,8 @@ class FabricWorkers(Placed, DDPStrategy):
     """
 
     wire: Wire | None = None  # groups that every method needs; None before `launch`, and for a single worker
+    on_host: int | None = None  # workers of each host, where the environment has placed them
+    root_device, num_processes = property(own_device), property(workers_of_host)
     gradient_check, followed = Unchecked(), Unfollowed()
     cut_off, heals, devices_per_worker = False, 0, 1
     introduction: Callable[[], Sequence[str]]  # lines printed at the first step
@@ -128,11 +130,15 @@ class FabricWorkers(Placed, DDPStrategy):
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
+    def place_on_hosts(self) -> None:
+        """Adapt the method to the numbers of workers and hosts. ValueError: it can't serve them."""
+
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        self.take_placement()
+        take_placement(self)
 
     def _setup_distributed(self) -> None:
+        adapt(self)  # before any worker communicates
         reset_seed()
         self._set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()

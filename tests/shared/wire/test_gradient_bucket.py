@@ -33,12 +33,12 @@ def test_what_is_packed_is_unpacked_in_the_precision_of_the_message() -> None:
 def test_flags_say_who_has_a_gradient_and_are_read_where_one_is_missing() -> None:
     gradients = [torch.ones(1), None, None]
     assert flag(gradients, torch.empty(3)).tolist() == [1, 0, 0]
-    assert used(gradients, torch.tensor([1, 2, 0]), Together([])) == [True, True, False]
+    assert used(gradients, torch.tensor([1, 2, 0]), Together([]).wait) == [True, True, False]
     sparse = torch.ones(1).to_sparse()
     flags = flag([sparse, None, torch.ones(1)], torch.empty(3)) + flag([sparse, sparse, None], torch.empty(3))
-    assert used([None] * 3, flags, Together([])) == [SPARSE, SPARSE, 1]
-    assert used([sparse, torch.ones(1)], torch.empty(2), Together([])) == [SPARSE, 1]
-    assert used([torch.ones(1)] * 2, torch.tensor([0, 0]), Together([])) == [True, True], "not read"
+    assert used([None] * 3, flags, Together([]).wait) == [SPARSE, SPARSE, 1]
+    assert used([sparse, torch.ones(1)], torch.empty(2), Together([]).wait) == [SPARSE, 1]
+    assert used([torch.ones(1)] * 2, torch.tensor([0, 0]), Together([]).wait) == [True, True], "not read"
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans())), st.integers(1, 60))
