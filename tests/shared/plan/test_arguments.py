@@ -93,7 +93,7 @@ def test_what_it_cannot_serve_is_named() -> None:
     with pytest.raises(ValueError, match="elastic must be an Elastic or None"):
         GossipStrategy(elastic="10.0.0.1:29400")
     with pytest.raises(
-        ValueError, match="exact_steps=0.1 is a share of the run, whose length depends on who takes part"
+        ValueError, match=r"exact_steps=0\.1 is a share of the run, whose length depends on who takes part"
     ):
         GossipStrategy(elastic=Elastic(), exact_steps=0.1)
     with pytest.raises(
