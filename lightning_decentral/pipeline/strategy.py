@@ -126,8 +126,6 @@ class TokenPipelineStrategy(WorkersStrategy, metaclass=StrategyType):
     def place_on_hosts(self) -> None:
         if (layout := self.layout).pipelines > 1:
             self.replicas.check(layout.pipelines, layout.pipelines_per_node)
-
-    def refuse_early(self) -> None:
         check_depth(self.num_stages, self.partition, self._module)
 
     def refuse(self, module: nn.Module, fitting: bool) -> None:

@@ -101,9 +101,6 @@ class WorkersStrategy(DDPStrategy):
     def drifts(self) -> bool:
         """Return whether the workers' parameters may differ between steps."""
 
-    def refuse_early(self) -> None:
-        """Raise ValueError for settings that can be seen to be impossible before any process starts."""
-
     def refuse(self, module: nn.Module, fitting: bool) -> None:
         """Raise ValueError for a module that the method can't train."""
         refuse_sync_batch_norm(type(self), module, asked=self._layer_sync is not None)
@@ -161,7 +158,7 @@ class WorkersStrategy(DDPStrategy):
         """Give the parameters storage of their own again, not views of buckets."""
 
     def place_on_hosts(self) -> None:
-        """Adapt the method to the numbers of workers and hosts. ValueError: it can't serve them."""
+        """Adapt the method to the numbers of workers and hosts, before they communicate. ValueError: it can't."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

@@ -150,7 +150,6 @@ def _before_processes(trainer: Any, arguments: Any) -> None:
         if (backend := trainer.strategy.process_group_backend) is not None:
             refuse_backend(backend, trainer.strategy.root_device)
         adapt(trainer.strategy)
-        trainer.strategy.refuse_early()
 
 
 def _run(trainer: Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
