@@ -204,7 +204,7 @@ class Participant(Course):
     of_first = of_members  # as `of_members`, but only the first device's return value is valid
 
     def meet(self, value: Any, made: Callable[[Sequence[Any]], Any]) -> Any:
-        """As `of_members`, on the first device alone."""
+        """Return what `of_members` returns; called by the first device alone. Collective over the members."""
         if not self.live:
             return made([value])
         key, self._met = (self.round, self._met), self._met + 1  # calls are matched by their order in a round
