@@ -49,9 +49,10 @@ def elastic_rule(
         raise ValueError(f"an elastic run may have any number of workers up to {most}; with {size}: {error}") from None
     # Differences from earlier messages need those messages at both ends of a link, which a newcomer doesn't have.
     if codec.remembers or not (codec.complete or placed.form.differences):
+        sends = "sends differences from a neighbour's earlier messages, and neighbours change"
         raise ValueError(
-            f"{codec!r} isn't compatible with elastic: it sends differences from a neighbour's earlier messages, and "
-            "neighbours change; use Int8() or BFloat16(), or combine=PseudoGradient() with Int4(), Int2() or TopK()"
+            f"{codec!r} isn't compatible with elastic: it {sends if codec.remembers else 'loses too much by itself'}; "
+            "use Int8() or BFloat16(), or combine=PseudoGradient() with Int4(), Int2() or TopK()"
         )
     refuse_overshoot(codec, placed)
     return placed
