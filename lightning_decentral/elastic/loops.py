@@ -169,15 +169,6 @@ def manual(trainer: Trainer) -> bool:
     return module is not None and not module.automatic_optimization
 
 
-def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore model, data and callbacks; Lightning itself restores loops, optimizers and schedules."""
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = checkpoint
-    connector.restore_model()
-    connector.restore_datamodule()
-    connector.restore_callbacks()
-
-
 def _savers(trainer: Trainer) -> list[Callback]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
 
