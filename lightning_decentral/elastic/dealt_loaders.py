@@ -32,9 +32,8 @@ class Joining:
         """Return the loader with this worker's examples; for its first loader the worker joins the run."""
         if member is None:  # the module asks for the number of steps
             self.planned = batches_of(trainer, dataloader, self.weights)
-            return dealt(
-                trainer, dataloader, self.planned, lambda dealing: ().__iter__
-            )  # only the length of the loader is asked for
+            # Only the length of the loader is asked for.
+            return dealt(trainer, dataloader, self.planned, lambda dealing: ().__iter__)
         # The loader's index among the combined loaders, also when they are loaded again.
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)

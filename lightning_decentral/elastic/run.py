@@ -3,11 +3,9 @@
 Lightning sees one process in each worker; only this strategy knows the other workers. What Lightning computes once for
 all workers is the mean of all of them, and what Lightning does on rank 0 is done by the oldest member."""
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -25,11 +23,9 @@ from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.plan.dealing import Calendar
 from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
-from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.holding import Holding
-from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.mixer_builder import check_numbers
@@ -70,12 +66,6 @@ class ElasticRun(WatchedProcess):
         self._watched = ExitStack()
         self._late: LateTensors | None = None
         self._given = checks.JoinCheck({}, {})
-
-    def comes(self) -> Participant:
-        elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
-        seconds = self._group.timeout.total_seconds()
-        # Called when a donor has sent its state, after set-up.
-        return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
