@@ -142,7 +142,7 @@ def jigsaw_of_trace(options: argparse.Namespace) -> Planned:
     if options.rehearse:
         raise ValueError("--run: a trace has no trainings behind its jobs: give a file of jobs, or leave out --run")
     jobs = gangs_of(*trace_of(options), 1 if options.devices is None else options.devices)
-    ways = {"jigsaw": [*jig.PAIRINGS.values()], "rank r on device r": [jig.Unaware()]}
+    ways: dict[str, Sequence[jig.Pairing]] = {"jigsaw": [*jig.PAIRINGS.values()], "rank r on device r": [jig.Unaware()]}
     found = {name: jig.stays(jobs, own) for name, own in ways.items()}
     table = Table("places", "makespan s", "mean completion s", title=f"{len(jobs)} jobs", title_justify="left")
     for name, stays in found.items():
