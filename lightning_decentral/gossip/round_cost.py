@@ -9,12 +9,12 @@ receives its own messages; only the part proportional to bytes counts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from statistics import median
 from threading import Barrier
 from time import process_time
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,19 @@ DEVICE_SHARE = 16  # share of a device's free memory, as launching kernels costs
 LONGEST = timedelta(seconds=60)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Process group of worker 0 and `workers` - 1 others that don't exist."""
+
+    workers: int
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.workers
+
+
 ARRIVED = Together(())  # a transfer that has completed
 
 
@@ -53,8 +66,7 @@ class LoopbackTransport(Transport):
     """Transport on which worker 0 receives the messages that it sends; needs as many sources as targets."""
 
     def __init__(self, size: int) -> None:
-        # A process group of worker 0 and size - 1 others that don't exist.
-        super().__init__(SimpleNamespace(rank=lambda: 0, size=lambda: size))
+        super().__init__(_Group(size))
         self.silent = False  # whether only headers are still copied
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Pending], list[Pending]]:
