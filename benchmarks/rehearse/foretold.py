@@ -45,14 +45,13 @@ from lightning_decentral.planner.forecasts import strategy_of
 from lightning_decentral.planner.noise import steps_ratio
 from lightning_decentral.planner.rehearsal.crew import Crew
 from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation, held_out
-from lightning_decentral.planner.rehearsal.excess_loss import Drift, probed
+from lightning_decentral.planner.rehearsal.excess_loss import Drift, excess_now, probed
 from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings, loss_of
 from lightning_decentral.planner.rehearsal.rehearse import METHODS
 from lightning_decentral.planner.rehearsal.search import (
     Found,
     SearchCourse,
     beyond,
-    excess_now,
     reached,
     search,
     smoothed,

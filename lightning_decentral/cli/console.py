@@ -117,6 +117,14 @@ def say(console: Console, part: Table | str) -> None:
             console.print(line, soft_wrap=True, markup=False)
 
 
+def numbers_table(name: str, *headings: str, title: str | None = None) -> Table:
+    """Make a table of rows with a name, to the left, and numbers, to the right."""
+    table = Table(name, title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
 def blocks(table: Table) -> Iterator[str]:
     """Format each row as its first cell and, below, `heading value` for all other nonempty cells."""
     if table.title:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from lightning_decentral.cli.console import answer, say
+from lightning_decentral.cli.console import answer, numbers_table, say
 from lightning_decentral.shared.plan.profile import Profile, read
 from lightning_decentral.shared.plan.timeline import Span, chrome_trace, write_chrome_trace
 from lightning_decentral.sweep import gantt
@@ -32,7 +32,6 @@ Choice = TypeVar("Choice")
 
 SHOWN_JOBS = 30
 AIM = 0.1  # of the simulated makespan
-UNAWARE = ("rank r on device r", [jig.Unaware()])
 SYNTHESISED = "seconds per iteration are synthesised from the profiles: the trace has arrivals and iterations only"
 EVENLY = "a job's work is divided evenly among up to as many devices as it asked for, and arrivals aren't counted"
 EXACT_SECONDS = 10.0  # for the solver
@@ -143,7 +142,8 @@ def jigsaw_of_trace(options: argparse.Namespace) -> Planned:
     if options.rehearse:
         raise ValueError("--run: a trace has no trainings behind its jobs: give a file of jobs, or leave out --run")
     jobs = gangs_of(*trace_of(options), 1 if options.devices is None else options.devices)
-    found = {name: jig.stays(jobs, ways) for name, ways in (("jigsaw", [*jig.PAIRINGS.values()]), UNAWARE)}
+    ways: dict[str, Sequence[jig.Pairing]] = {"jigsaw": [*jig.PAIRINGS.values()], "rank r on device r": [jig.Unaware()]}
+    found = {name: jig.stays(jobs, own) for name, own in ways.items()}
     table = Table("places", "makespan s", "mean completion s", title=f"{len(jobs)} jobs", title_justify="left")
     for name, stays in found.items():
         makespan = max(span.finish for span in stays.values()) - min(span.start for span in stays.values())
@@ -154,9 +154,8 @@ def jigsaw_of_trace(options: argparse.Namespace) -> Planned:
 
 def turns_table(name: str, turns: jig.Turns) -> Table:
     """Table of jobs in the order in which devices run them."""
-    table = Table(title=f"{name}: seconds of the pieces, in order of turns", title_justify="left")
-    for heading in ("job", *(f"device {g}" for g in range(turns.devices)), "iterations", "end s"):
-        table.add_column(heading, justify="left" if heading == "job" else "right")
+    headings = "job", *(f"device {g}" for g in range(turns.devices)), "iterations", "end s"
+    table = numbers_table(*headings, title=f"{name}: seconds of the pieces, in order of turns")
     ends = turns.completion_seconds()
     for j in turns.order:
         gang = turns.gangs[j]
@@ -220,9 +219,7 @@ def compared(
     more: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> Table:
     """Table of plans, the shortest first, with their ratio to the lower bound."""
-    table = Table(title=title, title_justify="left")
-    for heading in (*headings, "x bound", *more):
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    table = numbers_table(*headings, "x bound", *more, title=title)
     for name, seconds in sorted(found.items(), key=lambda item: item[1]):
         ratio = f"{seconds / bound:.3f}" if bound else "1"
         table.add_row(name, f"{seconds:.4g}", ratio, *(column[name] for column in more.values()))

@@ -103,8 +103,6 @@ def script(commands: Mapping[str, argparse.ArgumentParser]) -> str:
 
 def options_of(parser: argparse.ArgumentParser) -> Sequence[str]:
     """Completions of a command: its options and the choices of its arguments."""
-    found: list[str] = []
-    for action in parser._actions:  # argparse lists them nowhere else
-        chosen = [] if action.option_strings else [str(choice) for choice in action.choices or ()]
-        found += [*(option for option in action.option_strings if option.startswith("--")), *chosen]
-    return found
+    actions = parser._actions  # argparse lists them nowhere else
+    words = (word for action in actions for word in action.option_strings or map(str, action.choices or ()))
+    return [word for word in words if word.startswith("--") or not word.startswith("-")]

@@ -27,10 +27,9 @@ def graph(name: str, overrides: Sequence[str]) -> Graph:
         raise ValueError(f"--topology {name} has nothing to set, got {' '.join(overrides)}: leave it out")
     if name in SHAPES:
         return SHAPES[name]
-    topology = f"strategy/topology={name}"
     with initialize_config_module("lightning_decentral.conf", version_base="1.3"):
         try:
-            cfg = compose("train", ["strategy=gossip", topology, *overrides])
+            cfg = compose("train", ["strategy=gossip", f"strategy/topology={name}", *overrides])
         except MissingConfigException as error:
             raise ValueError(f"no topology {name!r}: take pipeline, {', '.join(error.options or [])}") from None
     made: Topology = instantiate(cfg.strategy.topology, _convert_="all")

@@ -135,11 +135,10 @@ def run(options: argparse.Namespace) -> None:
 
 def refuse_left_out(cfg: DictConfig) -> None:
     """Raise ValueError for Trainer options of the recipe that change training and that no rehearsal supports."""
-    given = {key: value for key, value in cfg.trainer.items() if key in LEFT_OUT}
-    for key, value in given.items():
-        if value not in LEFT_OUT[key]:
-            served = LEFT_OUT[key][0]
-            remedy = "leave it out" if served is None else f"give trainer.{key}={served}"
+    for key, value in cfg.trainer.items():
+        served = LEFT_OUT.get(key, (value,))
+        if value not in served:
+            remedy = "leave it out" if served[0] is None else f"give trainer.{key}={served[0]}"
             raise ValueError(f"trainer.{key}={value} can't be rehearsed: {remedy}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from lightning_decentral.cli.console import answer
+from lightning_decentral.cli.console import answer, numbers_table
 from lightning_decentral.shared.plan.figure import LOSSES, VALIDATION_LOSSES, Curve, Rows, compare, curve
 from lightning_decentral.shared.plan.units import shown_bytes
 
@@ -167,14 +167,8 @@ def _drawn(panels: Sequence[dict[str, Curve]], key: str, path: Path | None) -> l
 
 
 def _tables(found: Compared) -> list[Table | str]:
-    whole, target = Table(), Table()
-    for table, columns in (
-        (whole, (f"least {found.loss}", "steps", "s a step", "seconds", "sent", "waited")),
-        (target, ("steps", "seconds", "sent")),
-    ):
-        table.add_column("run")
-        for column in columns:
-            table.add_column(column, justify="right")
+    whole = numbers_table("run", f"least {found.loss}", "steps", "s a step", "seconds", "sent", "waited")
+    target = numbers_table("run", "steps", "seconds", "sent")
     for run in found.runs:
         share = "" if run.wait_share is None else f"{run.wait_share:.1%}"
         own = f"{run.loss:.4g}", str(run.steps), _number(run.step_seconds), _number(run.seconds)

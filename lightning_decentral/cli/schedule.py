@@ -144,8 +144,7 @@ def jobs_of(options: argparse.Namespace) -> tuple[Jobs, list[str]]:
     if several:
         work = f"{several} of {len(lines)} jobs asked for several devices: they count as so many times the work on one"
         remarks.append(work)
-    found = queues(lines, profiles, options.pieces, options.seed)
-    return Jobs(tuple(found)), remarks
+    return Jobs(tuple(queues(lines, profiles, options.pieces, options.seed))), remarks
 
 
 def policies_table(jobs: Sequence[Queue], there: Sequence[Processor], rows: Mapping[str, MemberOutcome]) -> Table:

@@ -99,15 +99,14 @@ def received(topology: Topology, size: int, step: int) -> str:
     "0-1 2-3" where both receive from each other, "1>2" where 2 receives from 1, "all of 0..3" where four or more do."""
     rows = enumerate(step_graph(topology, size, step).sources)
     edges = {(source, rank) for rank, sources in rows for source in sources}
-    mutual = sorted({(min(e), max(e)) for e in edges if e[::-1] in edges})
+    mutual = nx.Graph(e for e in edges if e[::-1] in edges)
     directed = sorted(e for e in edges if e[::-1] not in edges)
-    groups = [sorted(group) for group in nx.connected_components(nx.Graph(mutual))]
-    pairs = [sum(edge[0] in group for edge in mutual) for group in map(set, groups)]
-    whole = [g for g, n in zip(groups, pairs, strict=True) if len(g) > 3 and n == len(g) * (len(g) - 1) / 2]
-    grouped = {rank for group in whole for rank in group}
-    mutual = [edge for edge in mutual if edge[0] not in grouped]
-    cliques = (f"all of {_ranks(group)}" for group in sorted(whole))
-    return " ".join([*cliques, *(f"{a}-{b}" for a, b in mutual), *(f"{a}>{b}" for a, b in directed)]) or "silent"
+    groups = [group for group in nx.connected_components(mutual) if len(group) > 3]
+    whole = [group for group in groups if all(len(mutual[rank]) == len(group) - 1 for rank in group)]
+    mutual.remove_nodes_from([rank for group in whole for rank in group])
+    cliques = (f"all of {_ranks(group)}" for group in sorted(map(sorted, whole)))
+    pairs = (f"{a}-{b}" for a, b in sorted(map(sorted, mutual.edges)))
+    return " ".join([*cliques, *pairs, *(f"{a}>{b}" for a, b in directed)]) or "silent"
 
 
 def _ranks(group: list[int]) -> str:

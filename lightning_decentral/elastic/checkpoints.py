@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -13,23 +13,13 @@ from lightning_decentral.shared.checkpoint.saving import CheckpointedStrategy
 from lightning_decentral.shared.wire.mean import MeanModel
 
 
-class HeldModel(Protocol):
-    """Interface to a member's model, of which each device may have a part only."""
-
-    @property
-    def spread(self) -> bool: ...
-
-    def whole(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint that one process would write, on the member's first device. Collective."""
-
-
 class ElasticCheckpoints(Checkpoints):
     """Writes one file for all workers: a worker that starts again copies its state from a member, not from a file of
     its own. Optimizer states in the file are the oldest member's."""
 
-    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: HeldModel) -> None:
+    def __init__(self, worker: CheckpointedStrategy, mean_model: MeanModel, held: Any) -> None:
         super().__init__(worker, mean_model)
-        self.held = held  # the member's model as this device keeps it
+        self.held = held  # the member's model as this device keeps it: `spread` and `whole`, as of a `WholeModel`
 
     resuming = False  # True if a device restored a state that no other device has.
 

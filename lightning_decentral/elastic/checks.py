@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ def settings_of(strategy: Any, trainer: Trainer) -> dict[str, str]:
 Part = dict[str, dict[str, Any]]
 
 
+@dataclass(frozen=True)
 class JoinCheck:
     """Compares a new worker's settings and model with the run's before the worker takes part.
 
@@ -130,26 +132,21 @@ class JoinCheck:
 
     Every worker but the first copies a member's state, so all members equal the first."""
 
-    def __init__(
-        self,
-        settings: Mapping[str, str],  # this worker's `settings_of`
-        model: Mapping[str, str],  # `layout.described` of the whole model, before it was sharded or split
-        present: Mapping[str, str] | None = None,  # `part_of` this device's part of the model at the start
-        part: int = 0,  # index of this device's part among the worker's parts: its stage
-    ) -> None:
-        self._settings, self._model, self._present = dict(settings), dict(model), dict(present or {})
-        self._part = part
+    settings: Mapping[str, str]  # this worker's `settings_of`
+    model: Mapping[str, str]  # `layout.described` of the whole model, before it was sharded or split
+    present: Mapping[str, str] = field(default_factory=dict)  # `part_of` this device's part of the model at the start
+    part: int = 0  # index of this device's part among the worker's parts: its stage
 
     def now(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Return {name: value} that a newcomer's must equal: settings, model, tensors `present` now in each part of the
         model, and trained parameters."""
-        text = json.dumps([self._settings, self._model, [part["present"] for part in parts]])
+        text = json.dumps([self.settings, self.model, [part["present"] for part in parts]])
         given = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)  # too long for a frame
         return {"given": given, "trained": [part["trained"] for part in parts]}
 
     def thaw(self, module: nn.Module, value: Mapping[str, Any]) -> None:
         """Freeze or unfreeze the module's parameters as in the same part of the donor's model."""
-        trained = value["trained"][self._part]
+        trained = value["trained"][self.part]
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
@@ -162,12 +159,12 @@ class JoinCheck:
     def refuses(self, value: Mapping[str, Any]) -> str:
         """Return why this worker can't use a member's state; empty if it can."""
         settings, model, parts = json.loads(bytes(value["given"].tolist())) if "given" in value else ({}, {}, [])
-        now = parts[self._part] if self._part < len(parts) else {}
-        if found := first_difference(self._settings, settings):
+        now = parts[self.part] if self.part < len(parts) else {}
+        if found := first_difference(self.settings, settings):
             return f"this worker has {found[0]}, the run has {found[1]}: give every worker the same settings"
-        if found := first_difference(self._model, model, sign=" "):
+        if found := first_difference(self.model, model, sign=" "):
             return f"this worker has {found[0]} where the run has {found[1]}: every worker must build the same model"
-        if found := first_difference(self._present, now, sign=" "):
+        if found := first_difference(self.present, now, sign=" "):
             return (
                 f"this worker has {found[0]} where the run has {found[1]} by now, which a newcomer can't make: prune, "
                 "reparametrize and add parameter groups before a fit, or resume from a checkpoint"

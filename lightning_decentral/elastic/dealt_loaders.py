@@ -1,6 +1,7 @@
 """Joining a run: the moment in set-up when a worker becomes a member, the epoch's length, and its examples."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,30 +17,23 @@ from lightning_decentral.elastic.plan.dealing import UNBOUNDED, Calendar, Dealin
 from lightning_decentral.elastic.wire.participant import Participant
 
 
+@dataclass
 class Joining:
-    """Processes the training loaders of one fit, in the order in which they are combined.
+    """Processes the training loaders of one fit, in the order in which they are combined."""
 
-    Args:
-        weight: weight of this worker's batches.
-        weights: expected sum of all workers' weights, used before it is known how many workers begin.
-        begin: function that begins the next round. Its argument makes the run's calendar, if this worker is the oldest
-            of the first members.
-
-    Attributes:
-        planned: batches of an epoch that the module was given before the members were known; 0 if it didn't ask.
-    """
-
-    def __init__(self, weight: int, weights: int, begin: Callable[[Callable[[], Calendar]], None]) -> None:
-        self.planned = self._processed = 0
-        self._weight, self._weights, self._begin = weight, weights, begin
+    weight: int  # of this worker's batches
+    weights: int  # expected sum of all workers' weights, used before it is known how many workers begin
+    # Begins the next round. Its argument makes the run's calendar, if this worker is the oldest of the first members.
+    begin: Callable[[Callable[[], Calendar]], None]
+    planned: int = 0  # batches of an epoch that the module was given before the members were known; 0: it didn't ask
+    _processed: int = 0
 
     def loader(self, member: Participant | None, trainer: Trainer, dataloader: object) -> object:
         """Return the loader with this worker's examples; for its first loader the worker joins the run."""
         if member is None:  # the module asks for the number of steps
-            self.planned = batches_of(trainer, dataloader, self._weights)
-            return dealt(
-                trainer, dataloader, self.planned, lambda dealing: ().__iter__
-            )  # only the length of the loader is asked for
+            self.planned = batches_of(trainer, dataloader, self.weights)
+            # Only the length of the loader is asked for.
+            return dealt(trainer, dataloader, self.planned, lambda dealing: ().__iter__)
         # The loader's index among the combined loaders, also when they are loaded again.
         combined = trainer.fit_loop._combined_loader
         place = self._processed if combined is None else self._processed % len(combined.flattened)
@@ -54,13 +48,13 @@ class Joining:
                 "epoch length: give loaders of one length, or one loader of pairs"
             )
         deals = partial(member.deals, place=place)
-        return dealt(trainer, dataloader, batches, deals, self._weight)
+        return dealt(trainer, dataloader, batches, deals, self.weight)
 
     def _join(self, member: Participant, trainer: Trainer, dataloader: Any) -> None:
         """Make this worker a member, and set its loops to the run's present round."""
         if member.seed is None:
             member.seed = int(dataloader.sampler.seed) if dealable(dataloader) else 0  # of the examples' order
-        self._begin(lambda: self._calendar(member, trainer, dataloader))
+        self.begin(lambda: self._calendar(member, trainer, dataloader))
         calendar = member.calendar = member.calendar or self._calendar(member, trainer, dataloader)
         assert member.view is not None
         own = self._calendar(member, trainer, dataloader) if member.view.number == 1 else calendar
@@ -79,7 +73,7 @@ class Joining:
 
     def _calendar(self, member: Participant, trainer: Trainer, dataloader: object) -> Calendar:
         """Make the calendar of a run that begins now or resumes from a checkpoint."""
-        weights = self._weights if self.planned else member.founders
+        weights = self.weights if self.planned else member.founders
         accumulated, loop = trainer.accumulate_grad_batches, trainer.fit_loop
         batches = batches_of(trainer, dataloader, weights)
         epoch: Any = loop.epoch_progress.current

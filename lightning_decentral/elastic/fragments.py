@@ -76,10 +76,8 @@ class Exchanges:
         return Making(mixers, pack, states, exact, self._mean, run.model_layout, meet=loops.refuse_others)
 
     def _made(self, topology: Topology, codec: Codec, commits: Commits | None) -> ElasticExchange:
-        part, order = len(self.each), self._run.elastic.asynchronous
-        lane = 0 if order else part  # asynchronous rounds have one exchange
-        plan: Any = {"codec": codec, "order": order, "commits": commits, "part": part, "lane": lane}
-        self.each.append(ElasticExchange(topology, self._run.weights, self._member.worker, **plan))
+        plan: Any = {"order": self._run.elastic.asynchronous, "commits": commits, "part": len(self.each)}
+        self.each.append(ElasticExchange(topology, self._run.weights, self._member.worker, codec, **plan))
         if self._entered:
             self._member.enter(self.each[-1])
         return self.each[-1]
@@ -132,8 +130,3 @@ class Exchanges:
                 state.load_state_dict(given["beside"][state.name])
             own.store()
         self.continue_from(rule)
-
-    def close(self) -> None:
-        """Wait until this member's last votes have left."""
-        if self._commits is not None:
-            self._commits.close()

@@ -59,13 +59,11 @@ def go_to(trainer: Trainer, calendar: Calendar, round: int) -> None:
     step = calendar.step(round)
     loop.restarting = batch > 0
     for counts in (counted.current, counted.total):
-        for name, value in zip(COUNTS, [epoch + (batch > 0)] * 2 + [epoch] * 2, strict=True):
-            setattr(counts, name, value)
+        vars(counts).update(zip(COUNTS, [epoch + (batch > 0)] * 2 + [epoch] * 2, strict=True))
     progress = loop.epoch_loop.batch_progress
     progress.is_last_batch = False
     for counts, value in ((progress.current, batch), (progress.total, epoch * calendar.batches + batch)):
-        for name in COUNTS:
-            setattr(counts, name, value)
+        vars(counts).update(dict.fromkeys(COUNTS, value))
     taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     taken.ready = taken.completed = step
     _catch_up(trainer, steps, step, epochs, epoch)
@@ -85,8 +83,7 @@ def leave_out(trainer: Trainer, calendar: Calendar, round: int, rounds: int) -> 
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     batches, steps = rounds * calendar.accumulated, loop.global_step
     for counts in (loop.batch_progress.current, loop.batch_progress.total):
-        for name in COUNTS:
-            setattr(counts, name, getattr(counts, name) + batches)
+        vars(counts).update({name: getattr(counts, name) + batches for name in COUNTS})
     fetcher: Any = fit._data_fetcher
     fetcher.fetched += batches
     if fetcher.length is not None:
@@ -167,15 +164,6 @@ def manual(trainer: Trainer) -> bool:
     """Return whether the module steps its optimizers and schedules by itself."""
     module = trainer.lightning_module
     return module is not None and not module.automatic_optimization
-
-
-def take(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore model, data and callbacks; Lightning itself restores loops, optimizers and schedules."""
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = checkpoint
-    connector.restore_model()
-    connector.restore_datamodule()
-    connector.restore_callbacks()
 
 
 def _savers(trainer: Trainer) -> list[Callback]:

@@ -74,9 +74,10 @@ class ElasticPipeline(ElasticRun):
 
     def __init__(self, *, replicas: Any, **options: Any) -> None:
         super().__init__(replicas=replicas, **options)
-        rule, weights = replicas.combine, replicas.weights or replicas.combine.weights
-        self.evaluate = "mean"
-        self.plan_rounds(replicas.elastic, replicas.topology, rule, weights, Plain(), replicas.delay, None, 0)
+        self.elastic, self.topology, self.delay = replicas.elastic, replicas.topology, replicas.delay
+        self.weights, self.evaluate = replicas.weights or replicas.combine.weights, "mean"
+        self.codec, self.bucket_bytes, self.heals = Plain(), None, 0
+        self.plan_rounds(replicas.combine)
         worker: Any = self
         self.checkpoints = StageCheckpoints(worker, self.mean_model, self.checkpoints)
 

@@ -11,8 +11,8 @@ Attributes in which Lightning's loggers keep their version are known; other logg
 import csv
 import os
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_decentral.elastic import launcher
+from lightning_decentral.elastic.checks import JoinCheck
 from lightning_decentral.elastic.compute.gathered import first_of, means_of, moved, reduced
 from lightning_decentral.elastic.loops import plain
 from lightning_decentral.elastic.plan.view import ElasticSettings
+from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.starter import LOBBY, SEAT, STARTER
 from lightning_decentral.shared.checkpoint import runs
@@ -45,6 +47,7 @@ class OneProcess(WorkersStrategy):
 
     elastic: ElasticSettings
     _member: Participant | None
+    _given: JoinCheck
     devices: int  # Number of devices of one worker.
     batches: int
     _rank: int | None = None
@@ -96,9 +99,12 @@ class OneProcess(WorkersStrategy):
             if not founds:
                 go_on(trainer.loggers, versions or ())
 
-    @abstractmethod
     def comes(self) -> Participant:
         """Make this worker's `Participant`, which connects to the lobby."""
+        elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
+        seconds = self._group.timeout.total_seconds()
+        # Called when a donor has sent its state, after set-up.
+        return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     def setup_distributed(self) -> None:
         if self.devices > 1:

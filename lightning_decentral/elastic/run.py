@@ -3,11 +3,9 @@
 Lightning sees one process in each worker; only this strategy knows the other workers. What Lightning computes once for
 all workers is the mean of all of them, and what Lightning does on rank 0 is done by the oldest member."""
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -23,22 +21,16 @@ from lightning_decentral.elastic.dealt_loaders import Joining, refuse_combined
 from lightning_decentral.elastic.fragments import Exchanges
 from lightning_decentral.elastic.late_tensors import LateTensors, refuse_pruning
 from lightning_decentral.elastic.plan.dealing import Calendar
-from lightning_decentral.elastic.plan.view import ElasticSettings
 from lightning_decentral.elastic.process import take_over
 from lightning_decentral.elastic.watched import WatchedProcess
-from lightning_decentral.elastic.wire.island_participants import member_of
 from lightning_decentral.elastic.wire.participant import Participant
 from lightning_decentral.elastic.wire.rounds.commits import Commits
 from lightning_decentral.elastic.wire.rounds.holding import Holding
-from lightning_decentral.elastic.wire.starter import LOBBY
 from lightning_decentral.gossip.compute.combine.combine import Rule
 from lightning_decentral.gossip.compute.travel import Travel
 from lightning_decentral.gossip.mixer_builder import check_numbers
-from lightning_decentral.gossip.plan.topology.topology import Topology
-from lightning_decentral.gossip.plan.weights import Weights
 from lightning_decentral.gossip.wire.making import MixerFactory, parameters_of
 from lightning_decentral.gossip.wire.optimizers import Mixers
-from lightning_decentral.shared.compute.codec.codec import Codec
 from lightning_decentral.shared.compute.layout import ModelLayout, described
 from lightning_decentral.shared.updates import Updates
 from lightning_decentral.shared.wire.mean import MeanModel
@@ -51,45 +43,29 @@ class ElasticRun(WatchedProcess):
     drifts: ClassVar[bool] = True
     model_layout: ModelLayout  # layout of this device's part of the model
     _joining: Joining
+    bucket_bytes: int | None
     batches = 1  # number of batches that the devices of this worker take in a step
     part = 0  # index of this device's part of the model among the worker's parts
     states: Mapping[str, Travel] = MappingProxyType({})  # optimizer states that travel with the parameters
     exact_steps = 0.0  # number of first steps after which all members are averaged instead
 
-    def plan_rounds(
-        self,
-        elastic: ElasticSettings,
-        topology: Topology,
-        rule: Rule,
-        weights: Weights,
-        codec: Codec,
-        delay: int,
-        bucket_bytes: int | None,
-        heals: int,
-    ) -> None:
-        """Keep the constructor's values. ValueError for a value that elastic runs don't support; the error names it."""
-        check_numbers(delay, heals, bucket_bytes, self.exact_steps)
-        self.elastic, self.topology, self.weights, self.codec = elastic, topology, weights, codec
-        self.combine = checks.elastic_rule(rule, topology, weights, codec, delay, elastic)
-        self.delay, self.bucket_bytes, self.heals = delay, bucket_bytes, heals
+    def plan_rounds(self, rule: Rule) -> None:
+        """Plan by the constructor's values. ValueError for one that elastic runs don't support; the error names it."""
+        check_numbers(self.delay, self.heals, self.bucket_bytes, self.exact_steps)
+        plan = self.topology, self.weights
+        self.combine = checks.elastic_rule(rule, *plan, self.codec, self.delay, self.elastic)
         self.mean_model = MeanModel(self._mean_and_carried, self.shown)
         self.mean_model.hidden = lambda written: self._mixers.note(written)
         self._held = Holding(torch.device("cpu"))
         self._mixers = Mixers(self._making)
         self._member: Participant | None = None
-        self._committed = checks.committed_rule(self.combine, topology, weights, elastic.workers[1])
+        self._committed = checks.committed_rule(self.combine, *plan, self.elastic.workers[1])
         self._exchanges: Exchanges | None = None
         self.followed = self
         self._updates: Updates | None = None
         self._watched = ExitStack()
         self._late: LateTensors | None = None
         self._given = checks.JoinCheck({}, {})
-
-    def comes(self) -> Participant:
-        elastic = replace(self.elastic, lobby=self.elastic.lobby or os.environ[LOBBY])
-        seconds = self._group.timeout.total_seconds()
-        # Called when a donor has sent its state, after set-up.
-        return member_of(elastic, seconds, self.wire, self.batches, lambda value: self._given.refuses(value))
 
     # ---- what the strategy adds -------------------------------------------------------------------------------------
 
@@ -142,6 +118,7 @@ class ElasticRun(WatchedProcess):
         self._member, self._early = self._early or self.comes(), None
         votes = self._committed and self._member.leads
         commits = Commits(self._member.worker, self._group.timeout.total_seconds()) if votes else None
+        self._watched.callback(commits.close) if commits else None  # while the members are still reached
         self._exchanges = Exchanges(self, self._member, commits)
         self._held = self.holding(self._member)
         value = self._member.healed()
@@ -154,7 +131,12 @@ class ElasticRun(WatchedProcess):
             self._exchanges.continue_from(value["rule"] if value else {})
 
     def _take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        loops.take(trainer, checkpoint)
+        """Restore model, data and callbacks; Lightning itself restores loops, optimizers and schedules."""
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
 
     def _copy(self) -> dict[str, Any]:
         """Copy the training state between two steps, for a newcomer; empty on devices other than the first."""
@@ -265,26 +247,24 @@ class ElasticRun(WatchedProcess):
             self.advance(*self.optimizers)
 
     def advance(self, *optimizers: Optimizer) -> None:
-        assert self._member is not None
+        member, late = self._member, self._late
+        assert member is not None
+        assert late is not None
         with self._group.coordination.waiting:
-            self._mix(optimizers, self._member)
-            self._group.coordination.tick()
-
-    def _mix(self, optimizers: Sequence[Optimizer], member: Participant) -> None:
-        if self._held.mixes:
-            self._mixers.follow(optimizers)
-            steps = member.calendar.step(member.round) if member.calendar else 0
-            for mixed in self._mixers:
-                for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
-                    mixer.round, mixer.steps = member.round, steps
-        for optimizer in optimizers:
             if self._held.mixes:
-                self._mixers.step(optimizer)
-            self._held.mixed(parameters_of(optimizer))
-        assert self._late is not None
-        self._late.check(member, waits=self.elastic.asynchronous is None)
-        self._mixers.note(())  # copies among this worker's devices aren't writes by user code
-        member.next_round = member.round + 1  # the round that began is complete
+                self._mixers.follow(optimizers)
+                steps = member.calendar.step(member.round) if member.calendar else 0
+                for mixed in self._mixers:
+                    for mixer in (mixed.mixer, *(state.mixer for state in mixed.states)):
+                        mixer.round, mixer.steps = member.round, steps
+            for optimizer in optimizers:
+                if self._held.mixes:
+                    self._mixers.step(optimizer)
+                self._held.mixed(parameters_of(optimizer))
+            late.check(member, waits=self.elastic.asynchronous is None)
+            self._mixers.note(())  # copies among this worker's devices aren't writes by user code
+            member.next_round = member.round + 1  # the round that began is complete
+            self._group.coordination.tick()
 
     def settle(self) -> None:
         self._mixers.end()
@@ -293,8 +273,6 @@ class ElasticRun(WatchedProcess):
     def teardown(self) -> None:
         self._watched.close()
         member, self._member, self._early = self._member or self._early, None, None
-        if self._exchanges is not None:
-            self._exchanges.close()
         if member is not None:
             member.leave()
         super().teardown()

@@ -83,8 +83,9 @@ class ElasticGossipStrategy(ElasticRun, ReplicaStrategy):
         self.member = IslandMember(None, 1, self.meet)
         self._matrices = WholeMatrices([], self.member)
         rule = combine or Gossip()
-        plan = topology or Auto(), rule, weights or rule.weights, codec or Plain(), delay, bucket_bytes, heals
-        self.plan_rounds(elastic, *plan)
+        self.elastic, self.topology, self.codec = elastic, topology or Auto(), codec or Plain()
+        self.weights, self.delay, self.bucket_bytes, self.heals = weights or rule.weights, delay, bucket_bytes, heals
+        self.plan_rounds(rule)
         refuse_extras(self)
         held = IslandModel(self.island, self, self._group.join_groups)
         self.checkpoints = ElasticCheckpoints(self, self.mean_model, held)  # type: ignore[assignment]

@@ -135,18 +135,16 @@ def place(plan: GossipPlan, per_node: int, workers: int) -> None:
 
 def check(plan: GossipPlan, workers: int) -> None:
     """Raise ValueError, with a remedy, if rule, topology and states don't fit together; without communication."""
-    fragments = plan.topology.fragments
     refuse_overshoot(plan.codec, plan.combine)
-    for fragment in fragments:
+    for fragment in plan.topology.fragments:
         plan.combine.check(fragment, workers, plan.weights, plan.delay)
     check_states(plan, plan.topology, workers)
 
 
 def check_states(plan: GossipPlan, topology: Topology, workers: int) -> None:
     """Raise ValueError if an optimizer state can't be mixed on this topology, by that many workers."""
-    fragments = topology.fragments
     for name, travel in plan.states.items():
-        if plan.island.shards > 1 or len(fragments) > 1:
+        if plan.island.shards > 1 or len(topology.fragments) > 1:
             where = f"an island that shards ({plan.island!r})" if plan.island.shards > 1 else f"{topology!r}"
             raise ValueError(f"optimizer states can't be mixed with {where}: leave {name!r} out of states")
         try:

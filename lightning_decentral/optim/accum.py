@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together, zeros_as
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, real, together
 from lightning_decentral.shared.plan.arguments import checked
 
 
@@ -131,5 +131,5 @@ def _start(parameter: Tensor, window: int) -> dict[str, Any]:
     (square,) = real([parameter])  # each part of a complex number has its own second moment
     # The step is a Python number: Lightning moves every tensor of the state to the device, where reading a tensor
     # would make the host wait.
-    state = {"step": 0, "exp_avg": zeros_as(parameter), "exp_avg_sq": zeros_as(square)}
-    return {**state, "window_sum": zeros_as(parameter)} if window > 1 else state
+    state = {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(square)}
+    return {**state, "window_sum": torch.zeros_like(parameter)} if window > 1 else state

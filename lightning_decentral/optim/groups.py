@@ -56,11 +56,6 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def zeros_as(like: Tensor) -> Tensor:
-    """Make zeros with the shape and strides of `like`."""
-    return torch.zeros_like(like, memory_format=torch.preserve_format)
-
-
 def real(tensors: list[Tensor]) -> list[Tensor]:
     """View complex tensors as pairs of real numbers, each a coordinate of its own."""
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

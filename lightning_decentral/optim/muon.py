@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse, zeros_as
+from lightning_decentral.optim.groups import Betas, check_options, evaluated, refuse_sparse
 from lightning_decentral.optim.newton_schulz import orthogonalize
 from lightning_decentral.shared.plan.arguments import checked
 
@@ -114,7 +114,7 @@ class Muon(Optimizer):
         momentum, gradients = group["momentum"], [p.grad for p in parameters if p.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = zeros_as(parameter)
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         updates = list(torch._foreach_lerp(gradients, means, momentum))
@@ -130,7 +130,8 @@ class Muon(Optimizer):
             if not self.state[parameter]:
                 # As torch's AdamW has it: on the host, whatever the parameter's type.
                 step = torch.zeros((), dtype=torch.float32, device="cpu")
-                self.state[parameter].update(step=step, exp_avg=zeros_as(parameter), exp_avg_sq=zeros_as(parameter))
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter].update(step=step, **moments)
         states = [self.state[parameter] for parameter in parameters]
         means, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,12 +65,8 @@ def _is_hidden_of(part: nn.Module, parameter: Tensor) -> bool:
 
 def _is_outer(name: str) -> bool:
     """Return whether a parameter of this name is outside the hidden layers."""
-    for word in name.split("."):
-        if word.isdigit():
-            return False
-        if word in HEADS or "embed" in word:
-            return True
-    return False
+    before_number = takewhile(lambda word: not word.isdigit(), name.split("."))
+    return any(word in HEADS or "embed" in word for word in before_number)
 
 
 def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:

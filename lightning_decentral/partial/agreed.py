@@ -46,18 +46,16 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
     `gather`: collects every worker's value, in order of rank; collective. ValueError: on every worker, if one worker's
     computation refused the cut, with the reason. RuntimeError: on the others, if it failed on one worker with any other
     error."""
-    found, refused, failed = None, "", ""
+    outcome: tuple[Found | None, str, str]
     try:
-        found = compute()
+        outcome = compute(), "", ""
     except ValueError as error:
-        refused = str(error)
+        outcome = None, str(error), ""
     except Exception as error:
-        if is_loss(error):
-            raise  # a lost worker: no one is left to inform
-        failed = f"{type(error).__name__}: {error}"
-        gather((None, "", failed))
+        if not is_loss(error):  # a lost worker: no one is left to inform
+            gather((None, "", f"{type(error).__name__}: {error}"))
         raise
-    outcomes = gather((found, refused, failed))
+    outcomes = gather(outcome)
     for rank, (_, _, failed) in enumerate(outcomes):
         if failed:
             raise RuntimeError(f"worker {rank} found no cuts: its step failed with {failed}")
@@ -71,10 +69,7 @@ def decided(gather: Callable[[Any], list[Any]], compute: Callable[[], Found]) ->
 def found_together(gather: Callable[[Any], list[Any]], find: Callable[[Decide], CutPlan]) -> CutPlan:
     """Find cuts together on all workers, and restore the random number generators' states. Collective."""
     before = worker_state.random_state()  # the search draws from the run's generators
-    try:
-        found = find(partial(decided, gather))
-    except ValueError as error:
-        raise ValueError(str(error)) from error
+    found = find(partial(decided, gather))
     worker_state.set_random_state(before)
     return found
 

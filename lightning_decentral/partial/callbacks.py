@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,6 +31,12 @@ from lightning_decentral.partial.wire.depth_controller import DepthController
 from lightning_decentral.partial.wire.reducer import Rank
 from lightning_decentral.shared.compute.device import DeviceStopwatch, HostStopwatch, stopwatch
 from lightning_decentral.shared.plan.arguments import at_least, checked
+
+
+def driver_of(trainer: Trainer) -> DepthController | None:
+    """Return the controller of the strategy's cuts; None under other strategies and before the first batch."""
+    strategy = trainer.strategy
+    return strategy.driver if isinstance(strategy, PartialBackpropStrategy) else None
 
 
 @checked
@@ -62,9 +69,8 @@ class PartialBackpropMonitor(Callback):
         self._rows.clear()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, PartialBackpropStrategy) and strategy.driver is not None:
-            self._depth = strategy.driver.depth(trainer.global_step)  # when the batch ends, global_step has increased
+        if (driver := driver_of(trainer)) is not None:
+            self._depth = driver.depth(trainer.global_step)  # when the batch ends, global_step has increased
         self._watch.start()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,14 +80,10 @@ class PartialBackpropMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         before, self._step = self._step, trainer.global_step
-        strategy = trainer.strategy
         due = self._step // self.every_n_steps > before // self.every_n_steps
-        if due and isinstance(strategy, PartialBackpropStrategy) and strategy.driver is not None:
-            self._log(trainer, pl_module, strategy, strategy.driver)
-
-    def _log(
-        self, trainer: Trainer, pl_module: LightningModule, strategy: PartialBackpropStrategy, driver: DepthController
-    ) -> None:
+        if not due or (driver := driver_of(trainer)) is None:
+            return
+        strategy: Any = trainer.strategy
         steps, seconds, sent = self._step - self._logged, self._watch.seconds(), strategy.sent_bytes
         metrics = {
             "partial/depth": float(self._depth),
@@ -107,16 +109,11 @@ class PartialBackpropTable(PartialBackpropMonitor):
         super().__init__(every_n_steps=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if not (
-            trainer.is_global_zero
-            and isinstance(strategy, PartialBackpropStrategy)
-            and strategy.driver is not None
-            and self._rows
-        ):
+        driver = driver_of(trainer)
+        if driver is None or not (trainer.is_global_zero and self._rows):
             return
         table = Table("depth", "steps", "backward", "saved", "sent", "compute, predicted")
-        costs = strategy.driver.plan.costs
+        costs = driver.plan.costs
         for depth, rows in sorted(self._rows.items(), reverse=True):
             seconds, sent = (statistics.median(column) for column in zip(*rows, strict=True))
             table.add_row(
@@ -156,7 +153,7 @@ class PartialBackward(Callback):
         self.depth, self.cuts, self.balance, self.absent, _ = options(depth or Temporal(), cuts, balance, absent)
         self.driver: DepthController | None = None
         self._saved: dict[str, Any] = {}
-        self._undo: Callable[[], None] = lambda: None
+        self._undo = ExitStack()
 
     def state_dict(self) -> dict[str, Any]:
         # A resumed run, perhaps longer, keeps the warm-up in steps.
@@ -183,7 +180,7 @@ class PartialBackward(Callback):
                 return inner(*args, **kwargs)
 
         strategy.training_step = cut  # set on this object for this fit: teardown deletes it
-        self._undo = lambda: delattr(strategy, "training_step")
+        self._undo.callback(delattr, strategy, "training_step")
 
     def _find(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> DepthController:
         run = run_of(trainer, *args, **kwargs)
@@ -206,8 +203,7 @@ class PartialBackward(Callback):
             settle(self.absent, optimizer, self.driver.own_absent(trainer.global_step))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._undo()
-        self._undo = lambda: None
+        self._undo.close()
         if self.driver is not None:
             self.driver.remove()
         self.driver = None

@@ -1,7 +1,7 @@
 """Strategy `Fabric(strategy="partial_backprop")`: the backward stops at a cut in the user's own loop."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -136,15 +136,11 @@ class FabricPartialBackpropStrategy(FabricWorkers):
     def _step(self) -> int:
         return self._before + self.steps
 
-    @contextmanager
-    def _cut(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _cut(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         assert self._module is not None
         if not (self._module.training and torch.is_grad_enabled()):
-            yield
-            return
-        driver = self.driver or self._drive(*args, **kwargs)
-        with driver.together(self._step):
-            yield
+            return nullcontext()
+        return (self.driver or self._drive(*args, **kwargs)).together(self._step)
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         return self._cut_steps.blocked()

@@ -74,8 +74,7 @@ class Logs:
         """List each logged value's column: its values for all micro-batches. ValueError: the step logs different names
         for two micro-batches."""
         names = [[name for name, _ in calls] for calls in self._calls]
-        odd = next((row for row in names if row != names[-1]), names[-1])
-        if odd != names[-1]:
+        for odd in (row for row in names if row != names[-1]):
             raise ValueError(
                 f"training_step logs {odd} for one micro-batch and {names[-1]} for another, so their means are "
                 "undefined: log the same names in every call, or use microbatches=1"

@@ -4,6 +4,7 @@ A warning reports code that sums over `parameters()` by hand, which would sum ov
 
 import sys
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -97,10 +98,7 @@ class StageTotals:
             for name, parameter in module.named_parameters()
             if parameter.grad is not None
         }
-        found: dict[str, tuple[str, float]] = {}
-        for row in reversed(self._pipe.gather(mine)):
-            found.update(row)
-        norms = {name: torch.tensor(value) for name, value in found.values()}
+        norms = {name: torch.tensor(value) for name, value in ChainMap(*self._pipe.gather(mine)).values()}
         total = {f"grad_{p}_norm_total": torch.stack(list(norms.values())).norm(p)} if norms else {}
         return {**norms, **total}
 

@@ -86,9 +86,8 @@ def _pipelines(cluster: Cluster, batch: int, slices: int) -> Iterator[Candidate]
 
 
 def measured(known: KnownLosses) -> Iterator[Candidate]:
-    """Yield the candidates whose batches to the loss were measured."""
-    for method, overrides in known.overrides.items():
-        yield Candidate(overrides, method)
+    """Return the candidates whose batches to the loss were measured."""
+    return (Candidate(overrides, method) for method, overrides in known.overrides.items())
 
 
 def is_ddp(overrides: str) -> bool:

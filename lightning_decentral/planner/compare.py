@@ -160,10 +160,9 @@ def share_of(candidate: Candidate, optimizer: str, known: KnownLosses | None) ->
     return inf if found is None else found
 
 
-def _best(found: Iterable[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
-    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `found`:
+def _best(rows: Sequence[tuple[Candidate, float, float | None, float]], threshold: float) -> Candidate | None:
+    """Choose a candidate by seconds to the loss among those with a known share; else by seconds of a step. `rows`:
     (candidate, seconds of a step, `ComparedMethod.share`, bytes that it sends)."""
-    rows = list(found)
     reaching = sorted((row for row in rows if row[2] not in (None, inf)), key=itemgetter(3))
     if reaching:
         to_loss = [(one, seconds * (share or inf)) for one, seconds, share, _ in reaching]

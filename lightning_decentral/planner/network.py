@@ -131,18 +131,15 @@ class NetworkMeter:
         for i, a in enumerate(leaders):
             for j, b in enumerate(leaders[:i]):
                 other = {a: b, b: a}.get(over.rank)
-                points = self._points(self._pair(other), f"host {j} and host {i}")
+                points = self._points(partial(self._pair, other), f"host {j} and host {i}")
                 found[i][j] = found[j][i] = fit(points)[:2]
         return found
 
-    def _pair(self, other: int | None) -> Callable[[int], Call | None]:
-        def call(size: int) -> Call | None:
-            if other is None:
-                return None
-            sent, received = _floats(size, self.device), _floats(size, self.device)
-            return lambda: _all(self.wire.world, [Message(other, sent, 0)], [Message(other, received, 0)])
-
-        return call
+    def _pair(self, other: int | None, size: int) -> Call | None:
+        if other is None:
+            return None
+        sent, received = _floats(size, self.device), _floats(size, self.device)
+        return lambda: _all(self.wire.world, [Message(other, sent, 0)], [Message(other, received, 0)])
 
 
 def _all(over: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:

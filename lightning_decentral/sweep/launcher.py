@@ -50,8 +50,14 @@ class Carrier:
     width = 1  # devices that each member has at a time, as a rule: so many fewer are alive at once
 
     def __init__(self, devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> None:
-        self.arbiter: Arbiter = arbiter_of(devices, memory_bytes, policy, quantum_seconds)
-        self.devices, self.title = self.arbiter.devices, f"{type(policy).__name__} first"
+        if memory_bytes is not None and memory_bytes < 1:
+            raise ValueError(
+                f"hydra.launcher.memory_bytes={memory_bytes}: give each device at least 1, or null for no limit"
+            )
+        if not quantum_seconds > 0:
+            raise ValueError(f"hydra.launcher.quantum_seconds={quantum_seconds}: use more than 0")
+        self.devices, self.title = slots(devices, cuda.device_count()), f"{type(policy).__name__} first"
+        self.arbiter = Arbiter(policy, self.devices, memory_bytes=memory_bytes, quantum_seconds=quantum_seconds)
 
     def refuse(self, members: Sequence[SweepMember]) -> None:
         """Raise ValueError for a member that can't be carried out, before any of them starts."""
@@ -203,18 +209,6 @@ def slots(devices: Devices, gpus: int) -> tuple[str, ...]:
             f"hydra.launcher.devices={list(count)}: name each device once, from cpu and those that exist ({there})"
         )
     return tuple(found)
-
-
-def arbiter_of(devices: Devices, memory_bytes: int | None, policy: Policy, quantum_seconds: float) -> Arbiter:
-    """Make the arbiter from a launcher's options, on this machine; ValueError for an impossible value."""
-    if memory_bytes is not None and memory_bytes < 1:
-        raise ValueError(
-            f"hydra.launcher.memory_bytes={memory_bytes}: give each device at least 1, or null for no limit"
-        )
-    if not quantum_seconds > 0:
-        raise ValueError(f"hydra.launcher.quantum_seconds={quantum_seconds}: use more than 0")
-    names = slots(devices, cuda.device_count())
-    return Arbiter(policy, names, memory_bytes=memory_bytes, quantum_seconds=quantum_seconds)
 
 
 def refuse_without_gate() -> None:

@@ -128,15 +128,12 @@ class Dealing:
 
     def _pass_of(self, tick: int) -> Pass:
         if not self._passes:
-            self._starts = [self.floor or self._first()]
+            self._starts = [self.floor or Pass(0, first := min(self.views), first)]
             self._passes = [self._begun(self._starts[0])]
         while (end := self._end(self._passes[-1], tick)) is not None:
             self._starts.append(Pass(self._passes[-1].number + 1, end, end))
             self._passes = [self._passes[-1], self._begun(self._starts[-1])]
         return self._passes[-1]
-
-    def _first(self) -> Pass:
-        return Pass(0, min(self.views), min(self.views))
 
     def _begun(self, start: Pass) -> Pass:
         begun = replace(start, dealt={name: [*parts] for name, parts in start.dealt.items()})

@@ -140,7 +140,7 @@ class Collective:
         ):
             send_value(connection, {"from": self.name, "asks": list(key)}, None)
             connection.settimeout(ANSWER_SECONDS)
-            header, result = receive_value(connection)
+            result = receive_value(connection, header := receive(connection))
             return bool(header["found"]), result, bool(header["over"])
         return False, None, False
 
@@ -159,13 +159,13 @@ class Collective:
                 if not there() or time.monotonic() > end:
                     raise ConnectionResetError(f"{shown(first)} has ended")
             connection.settimeout(None)  # a large result may take long, and the oldest lives
-            return receive_value(connection)[1]
+            return receive_value(connection, receive(connection))
 
     def serve(self, connection: socket.socket) -> None:
         """Receive a member's value and send it the result when there is one; send nothing if there will be none."""
         header = receive(connection)
         connection.settimeout(UNREAD_SECONDS)  # the value may be large
-        header, value = receive_value(connection, header)
+        value = receive_value(connection, header)
         if "asks" in header:
             found, over, value = self._has(*header["asks"])
             try:

@@ -31,8 +31,7 @@ class Course:
         self._tally = ViewCounts()
         self._missed: View | None = None
         self._dealings: dict[int, Dealing] = {}
-        self._given: Mapping[int, Dealing] = {}
-        self._given_until = 0  # number of the last view in the given dealings
+        self._given: dict[int, Dealing] = {}  # of loaders that this worker hasn't made yet
 
     def given(self) -> dict[str, Any]:
         """Return the history for a newcomer. Call `knows` first if the newcomer begins to take part with it."""
@@ -49,10 +48,11 @@ class Course:
         """Replace this worker's history by the one that a member has sent, and keep newer views."""
         newer = self._views.values()
         self._views, self._tally, self._missed = dict(given["views"]), given["tally"], None
-        self.calendar, self.seed, self._given = given["calendar"], given["seed"], given["dealings"]
-        self._given_until = max(self._views, default=0)
+        self.calendar, self.seed = given["calendar"], given["seed"]
+        self._given = {place: dealing.copy() for place, dealing in given["dealings"].items()}
+        last = max(self._views, default=0)
         for view in newer:
-            if view.number > self._given_until:
+            if view.number > last:
                 self._learn_of(view)
 
     def so_far(self) -> list[View]:
@@ -102,7 +102,7 @@ class Course:
     def _add(self, views: list[View]) -> None:
         for view in views:
             self._views[view.number] = view
-            for dealing in self._dealings.values():
+            for dealing in (*self._dealings.values(), *self._given.values()):
                 self._enter(dealing, view)
 
     def _reported(self, view: View) -> tuple[Callable[[int], list[int]], bool]:
@@ -126,23 +126,22 @@ class Course:
             ValueError: the members' loaders have other data.
             RuntimeError: no member has sent this worker the views before it joined.
         """
-        before, given = self._dealings.get(place), self._given.get(place)
+        before, given = self._dealings.get(place), self._given.pop(place, None)
         if before is not None and before.kind == dealing.kind:
             dealing = before
         elif before is not None:
             assert self.calendar is not None
             dealing.begin(before, self.calendar.tick(self.next_round))
+        elif given is None:
+            for view in self._views.values():
+                self._enter(dealing, view)
+        elif dealing.kind == given.kind:
+            dealing = given
         else:
-            if given is not None:
-                if dealing.kind != given.kind:
-                    own, theirs = ("{} examples in batches of {}, shuffle={}".format(*d.kind) for d in (dealing, given))
-                    raise ValueError(
-                        f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data"
-                    )
-                dealing = given.copy()
-            for number, view in self._views.items():
-                if given is None or number > self._given_until:
-                    self._enter(dealing, view)
+            own, theirs = ("{} examples in batches of {}, shuffle={}".format(*d.kind) for d in (dealing, given))
+            raise ValueError(
+                f"this worker's loader has {own}, and the run's has {theirs}: give every worker the same data"
+            )
         dealing.seed = self.seed or 0  # the run's seed, so that all deal alike
         self._dealings[place] = dealing
         return partial(self._shares, dealing)

@@ -50,7 +50,7 @@ class Endpoint:
         self._donor, self._refuses, self._refused = Donor(self._given), refuses, ""
         self._set_up = threading.Event()  # no state is fetched before it is set
         changed = threading.Condition()  # one for all parts: any change wakes every waiter
-        self._key, self._dial = key, Dialer(key, lobby, lambda: not self.lobby_client.trouble)
+        self._dial = Dialer(key, lobby, lambda: not self.lobby_client.trouble)
         self.collective = Collective("", place_of, self._dial)
         served = {"heal": self._donor.serve, "beat": self._met, "meet": self.collective.serve}
         self.mesh = Mesh(host, "", {**served, "refuse": self._report_refused}, changed, self._dial)
@@ -158,10 +158,6 @@ class Endpoint:
             connection.sendall(frame(asdict(replace(self.lobby_client.state.mine, asks=False))))
 
     def _fetch(self, donor: str, place: str) -> None:
-        args = (donor, place)
-        threading.Thread(target=self._fetch_from, args=args, name="lightning_decentral-heals", daemon=True).start()
-
-    def _fetch_from(self, donor: str, place: str) -> None:
         self._set_up.wait()  # a member that isn't set up would delay the others
         if self.lobby_client.state.mine.donor != donor:
             return
@@ -185,12 +181,7 @@ class Endpoint:
                 self.lobby_client.step(lambda state, now: state.fetched(donor, origin, round, now))
 
     def _ask(self, to: str, beat: Heartbeat) -> None:
-        """Send a heartbeat on a thread, as a lost member must not delay the heartbeats to others."""
-
-        def send() -> None:
-            with suppress(OSError, ValueError), connected(place_of(to), "beat", 1.0, self._key) as connection:
-                connection.sendall(frame(asdict(beat)))
-                if beat.asks:
-                    self._met(connection)
-
-        threading.Thread(target=send, name="lightning_decentral-asks", daemon=True).start()
+        with suppress(OSError, ValueError), connected(place_of(to), "beat", 1.0, self._dial.key) as connection:
+            connection.sendall(frame(asdict(beat)))
+            if beat.asks:
+                self._met(connection)

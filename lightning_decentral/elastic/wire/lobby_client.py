@@ -14,7 +14,7 @@ from lightning_decentral.elastic.plan.member_state import Act, Fetch, MemberStat
 from lightning_decentral.elastic.plan.messages import Heartbeat, LobbyUpdate, read_message
 from lightning_decentral.elastic.plan.view import Times, View
 from lightning_decentral.elastic.wire.sockets import clock
-from lightning_decentral.elastic.wire.sockets.door import Once, hang_up, shut, warned
+from lightning_decentral.elastic.wire.sockets.door import Once, hang_up, warned
 from lightning_decentral.elastic.wire.sockets.frames import Frames, Refused, connected, frame, readable
 from lightning_decentral.elastic.wire.sockets.keys import Key, WrongKey
 
@@ -30,7 +30,7 @@ class LobbyClient:
         name: str,  # name of this start of this worker, which no other start has
         place: str,  # "host:port" at which other members reach this worker
         lobby: str,  # "host:port"
-        fetch: Callable[[str, str], None],  # begins to fetch from (donor, address) and ends an earlier fetch
+        fetch: Callable[[str, str], None],  # fetches from (donor, address), as long as no other donor was chosen
         ask: Callable[[str, Heartbeat], None],  # sends a beat to the member of this name
         times: Times | None = None,
         changed: threading.Condition | None = None,  # notified when the state changes; None: makes a new one
@@ -63,9 +63,9 @@ class LobbyClient:
                 case Send("", beat):
                     self._send(beat)
                 case Send(to, beat):
-                    self._ask(to, beat)
+                    _apart(self._ask, to, beat)
                 case Fetch(donor, place):
-                    self._fetch(donor, place)
+                    _apart(self._fetch, donor, place)
 
     def begin(self, pace: float, seconds: float, at_least: int = 0) -> tuple[View, int]:
         """Wait until a round may begin, and return (view, round). TimeoutError, with the reason, after `seconds`.
@@ -142,7 +142,7 @@ class LobbyClient:
 
     def _take(self, found: Any) -> None:
         if type(found) is dict and set(found) == {"call"}:
-            self._called(found["call"])
+            _apart(self._called, found["call"])
             return
         update = read_message(LobbyUpdate, found)
         self.refused, self.trouble, self._answered = "", "", True
@@ -175,4 +175,11 @@ class LobbyClient:
 
     def _hang_up(self) -> None:
         connection, self._connection = self._connection, None
-        shut(connection)
+        if connection is not None:
+            hang_up(connection)
+            connection.close()
+
+
+def _apart(act: Callable[..., None], *args: Any) -> None:
+    """Begin an act on a thread, as one towards a lost member must not delay the heartbeats to others."""
+    threading.Thread(target=act, args=args, name="lightning_decentral-acts", daemon=True).start()

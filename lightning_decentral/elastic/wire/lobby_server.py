@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_decentral.elastic.plan.lobby_state import LobbyState, Outgoing
 from lightning_decentral.elastic.plan.messages import Heartbeat, read_message
@@ -15,22 +15,13 @@ from lightning_decentral.elastic.plan.view import Bounds, Times, waiting_at
 from lightning_decentral.elastic.wire.sockets import clock
 from lightning_decentral.elastic.wire.sockets.dialing import CALL_SECONDS, RELAYED
 from lightning_decentral.elastic.wire.sockets.door import GREETING_SECONDS, Entrance, Guest, Once
-from lightning_decentral.elastic.wire.sockets.frames import (
-    Frames,
-    first_of,
-    frame,
-    keeps_alive,
-    wanted,
-)
+from lightning_decentral.elastic.wire.sockets.frames import LARGEST_BYTES, first_of, frame, keeps_alive, wanted
 from lightning_decentral.elastic.wire.sockets.keys import Key
 
 READ_BYTES = 1 << 16
 SILENT_TIMES = 10  # multiple of `dead_after` after which a silent guest is disconnected
 UNREAD_BYTES = 1 << 18
 """Bytes that a worker may leave unread before the lobby skips updates for it; later updates contain the earlier."""
-
-
-T = TypeVar("T")
 
 
 class LobbyServer:
@@ -100,13 +91,12 @@ class LobbyServer:
             writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, seconds = Frames(), GREETING_SECONDS
-        while more := await _soon(reader.read(READ_BYTES), seconds):
-            for found in frames.feed(more):
-                beat = read_message(Heartbeat, found)
-                self._guests[beat.sender] = writer  # the newest connection of that name
-                self._next(*self._lobby.received(beat, clock.now()))
-                seconds = SILENT_TIMES * self._lobby.times.dead_after
+        seconds = GREETING_SECONDS
+        while True:  # until the guest has gone
+            beat = read_message(Heartbeat, await _soon(first_of(reader.read, LARGEST_BYTES), seconds))
+            self._guests[beat.sender] = writer  # the newest connection of that name
+            self._next(*self._lobby.received(beat, clock.now()))
+            seconds = SILENT_TIMES * self._lobby.times.dead_after
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a member's call on to another one (`sockets.dialing`); if that one answers here, relay what it sends."""
@@ -114,19 +104,15 @@ class LobbyServer:
         called, ticket = self._guests.get(call["to"]), str(call["ticket"])
         if called is None:
             return
-        answered = asyncio.get_running_loop().create_future()
-        self._calls[ticket] = writer, answered
+        self._calls[ticket] = writer, asyncio.get_running_loop().create_future()
         called.write(frame({"call": {"place": str(call["place"]), "ticket": ticket}}))
-        ended = asyncio.ensure_future(reader.read(1))  # the caller hangs up when it is answered directly
         try:
-            await asyncio.wait({answered, ended}, timeout=CALL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._calls.pop(ticket, None)
-            ended.cancel()
-            await asyncio.wait({ended})
-        if answered.done():
+            answer = await asyncio.wait_for(self._calls[ticket][1], CALL_SECONDS)
+        except asyncio.TimeoutError:
+            self._calls.pop(ticket, None)  # its caller was answered directly, or not at all
+        else:
             writer.write(frame(RELAYED))
-            await _relayed(reader, answered.result())
+            await _relayed(reader, answer)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay what the one who was called sends to its caller."""
@@ -149,7 +135,7 @@ class LobbyServer:
             self._paused = update.paused
 
 
-async def _soon(awaited: Coroutine[Any, Any, T], seconds: float = GREETING_SECONDS) -> T:
+async def _soon(awaited: Coroutine[Any, Any, Any], seconds: float = GREETING_SECONDS) -> Any:
     try:
         return await asyncio.wait_for(awaited, seconds)
     except asyncio.TimeoutError:

@@ -5,9 +5,11 @@ newcomer  receives the state and compares the digest
 
 While it prepares a copy the donor sends signs of life. It keeps one copy at a time, and none when no newcomer asks."""
 
+import queue
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning_decentral.elastic.wire.sockets.frames import connected, frame, receive, receive_value, send_value
@@ -23,21 +25,15 @@ class Donor:
 
     def __init__(self, serves: Callable[[], tuple[str, int] | None]) -> None:
         self._serves = serves
-        self._asked = threading.Event()
-        self._made = threading.Condition()
-        self._copy: Any = None
+        self._asked: queue.SimpleQueue[queue.SimpleQueue[Any]] = queue.SimpleQueue()  # where a newcomer's copy is put
         self._turn = threading.Lock()  # one copy at a time: it may be as large as the model with its optimizer
 
     def between_steps(self, copy: Callable[[], Any]) -> None:
         """Make a `copy` for a newcomer that asked. Call this on the training thread, between two steps; the copy must
         not change afterwards."""
-        if self._asked.is_set():
-            made = copy(), self._serves()  # outside of the lock: it takes long
-            with self._made:
-                if self._asked.is_set():  # the newcomer may have gone meanwhile
-                    self._copy = made
-                    self._asked.clear()
-                    self._made.notify_all()
+        with suppress(queue.Empty):
+            newcomer = self._asked.get_nowait()
+            newcomer.put((copy(), self._serves()))  # nobody keeps it if the newcomer has gone meanwhile
 
     def serve(self, connection: socket.socket) -> None:
         """Send one newcomer the state, in its turn; send nothing if there is no state."""
@@ -48,18 +44,18 @@ class Donor:
         else:
             return  # no state to send
         try:
-            self._asked.set()
-            made = None
+            newcomer, made = queue.SimpleQueue[Any](), None
+            self._asked.put(newcomer)
             while made is None:
                 connection.sendall(frame(ALIVE))
-                with self._made:
-                    self._made.wait_for(lambda: self._copy is not None, ALIVE_SECONDS)
-                    made, self._copy = self._copy, None  # for this newcomer only
+                with suppress(queue.Empty):
+                    made = newcomer.get(timeout=ALIVE_SECONDS)
             value, given = made
             if given is not None:
                 send_value(connection, {"origin": given[0], "round": given[1]}, value)
         finally:
-            self._asked.clear()
+            with suppress(queue.Empty):
+                self._asked.get_nowait()  # nobody waits for it any more
             self._turn.release()
 
 
@@ -71,7 +67,7 @@ def fetched(place: str, seconds: float, dial: Dial = connected) -> tuple[Any, st
         while (header := receive(connection)) == ALIVE:  # each resets the silence that counts as death
             pass
         try:
-            header, value = receive_value(connection, header)
+            value = receive_value(connection, header)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
     return value, str(header["origin"]), int(header["round"])

@@ -247,9 +247,7 @@ def compressed(rows: Sequence[Mapping[int, float]]) -> Entries:
 
 def spectrum(matrix: Matrix) -> NDArray[np.complex128]:
     """Eigenvalues of a mixing matrix [size, size], in any order."""
-    graph = nx.Graph()
-    graph.add_nodes_from(range(len(matrix)))
-    graph.add_edges_from(zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True))
+    graph = nx.from_numpy_array(matrix != 0)
     # Workers that aren't linked make separate blocks, and blocks of one size are solved together: a
     # thousand workers that exchange in pairs cost five hundred tiny problems, not one large one.
     by_size: dict[int, list[list[int]]] = {}

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -13,16 +14,7 @@ from torch import Tensor
 from lightning_decentral.gossip.compute.combine.combine import Combine, State, Turn
 from lightning_decentral.gossip.compute.healing import Healing
 from lightning_decentral.gossip.compute.mixing import Sick
-from lightning_decentral.gossip.wire.exchange import (
-    Copied,
-    Dropped,
-    Exchange,
-    Flight,
-    Landed,
-    MessageInFlight,
-    Number,
-    Traffic,
-)
+from lightning_decentral.gossip.wire.exchange import Copied, Dropped, Exchange, Flight, Landed, Number, Traffic
 
 MeanOfSound = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], str]]
 
@@ -212,7 +204,8 @@ class Mixer:
             mixed, copied = None, None
             try:
                 if rate is None:
-                    mixed = _landed(message)
+                    with suppress(Dropped):  # the round has no mixture
+                        mixed = message.land()
                 else:
                     if leaving and flight is due[-1] and self._sends_x:
                         copied = self.exchange.copied(x, leaving.round, place)
@@ -277,11 +270,3 @@ class Mixer:
         self._states = [{k: v.to(x.device) for k, v in s.items()} for s, x in zip(state["states"], like, strict=True)]
         self.healing.load_state_dict(state.get("healing") or self.healing.state_dict())
         self._flights = deque(Flight.of(saved, like) for saved in state["flights"])
-
-
-def _landed(message: MessageInFlight) -> Tensor | None:
-    """Return the mixture that comes back for a message; None if the round has none."""
-    try:
-        return message.land()
-    except Dropped:
-        return None

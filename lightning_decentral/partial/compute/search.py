@@ -134,13 +134,11 @@ def plan(trial: Trial, boundaries: list[str]) -> CutPlan:
     judged = trial.judge(boundaries)
     for verdicts in judged:
         verdicts.refuse()
-    members: list[list[nn.Parameter]] = [[] for _ in range(len(boundaries) + 1)]
-    segment_of = {}
-    for name, parameter in trial.module.named_parameters():
-        # Counts boundaries below the parameter. Tied and unused ones count as above: what they contribute later is
-        # averaged over all contributors of the segment above, for unused ones of the loss, which is exact.
-        segment_of[name] = len(judged) - [j.verdicts[name] for j in judged].count(Verdict.BELOW)
-        members[segment_of[name]].append(parameter)
+    named = dict(trial.module.named_parameters())
+    # Counts boundaries below the parameter. Tied and unused ones count as above: what they contribute later is averaged
+    # over all contributors of the segment above, for unused ones of the loss, which is exact.
+    segment_of = {n: sum(each.verdicts[n] is not Verdict.BELOW for each in judged) for n in named}
+    members = [[p for n, p in named.items() if segment_of[n] == s] for s in range(len(boundaries) + 1)]
     costs = trial.measure(boundaries, [parameter_bytes(m) for m in members])
     return CutPlan(tuple(boundaries), segment_of, costs, tuple(judged))
 

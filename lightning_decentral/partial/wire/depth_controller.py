@@ -27,9 +27,8 @@ class DepthController:
         check(assignment, place.size, plan.segments)
         self.plan, self.assignment, self.place = plan, assignment, place
         parameters = dict(module.named_parameters())
-        self.segments: list[list[nn.Parameter]] = [[] for _ in range(plan.segments)]
-        for name, segment in plan.segment_of.items():
-            self.segments[segment].append(parameters[name])
+        names = [[name for name, own in plan.segment_of.items() if own == s] for s in range(plan.segments)]
+        self.segments = [[parameters[name] for name in own] for own in names]
         self.bypass = Bypass()  # active from a forward to the end of its backward
         self.step, self.contributors = -1, list[tuple[int, ...]]()  # state of the latest step that was cut
         self._cutter = Cutter(module, plan.boundaries)

@@ -7,8 +7,9 @@ Padding masks that hide nothing are found on the host before their batch moves t
 host remembers what each such mask became on the device: the tensor itself, and its micro-batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -63,12 +64,11 @@ class Pipelined(ABC):
             parent._modules = modules
         self._removed = []
 
-    def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module | None]) -> None:
-        """Replace some children of a module by others; None removes a child."""
+    def _replace(self, parent: nn.Module, changes: Mapping[str, nn.Module]) -> None:
+        """Replace some children of a module by others."""
         self._removed.append((parent, parent._modules))
         # A new dictionary: the old one, kept whole, lets `restore` restore the order, too.
-        changed = {**parent._modules, **changes}
-        parent._modules = {name: changed[name] for name in changed if changes.get(name, parent) is not None}
+        parent._modules = {**parent._modules, **changes}
 
     @abstractmethod
     def loads(self) -> tuple[list[BlockCost], BlockCost, BlockCost]:
@@ -105,16 +105,12 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch: those of its mappings, lists, tuples and dataclasses, in order."""
     if isinstance(batch, Tensor):
         yield batch
-        return
-    inside: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        inside = batch.values()
+    elif isinstance(batch, Mapping):
+        yield from tensors_in([*batch.values()])
     elif isinstance(batch, (list, tuple)):
-        inside = batch
+        yield from chain.from_iterable(map(tensors_in, batch))
     elif is_dataclass(batch):
-        inside = (getattr(batch, field.name) for field in fields(batch))
-    for one in inside:
-        yield from tensors_in(one)
+        yield from tensors_in([getattr(batch, field.name) for field in fields(batch)])
 
 
 def remember(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:

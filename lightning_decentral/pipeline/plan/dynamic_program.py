@@ -6,7 +6,7 @@ best     = min over t of  whole(t) + factor * t"""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -19,13 +19,11 @@ def table(boundaries: Sequence[int], seconds: Callable[[int, int], float]) -> Co
     ValueError: a cost that isn't a positive, finite number."""
     count = len(boundaries)
     costs = np.full((count, count), np.inf)
-    for end in range(1, count):
-        for start in range(end):
-            tokens, context = boundaries[end] - boundaries[start], boundaries[start]
-            cost = float(seconds(tokens, context))
-            if not 0 < cost < np.inf:
-                raise ValueError(f"seconds({tokens}, {context}) must be positive and finite, got {cost}")
-            costs[end, start] = cost
+    for start, end in combinations(range(count), 2):
+        tokens, context = boundaries[end] - boundaries[start], boundaries[start]
+        costs[end, start] = cost = float(seconds(tokens, context))
+        if not 0 < cost < np.inf:
+            raise ValueError(f"seconds({tokens}, {context}) must be positive and finite, got {cost}")
     return costs
 
 

@@ -7,7 +7,7 @@ Source: RaNNC 2103.16063 (blocks to stages by a dynamic program on measured time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -74,11 +74,10 @@ class Fastest(Partition):
         refuse_more_stages_than_blocks(num_stages, len(blocks))
         count = len(blocks)
         costs = np.full((count + 1, count + 1), np.inf)
-        for end in range(1, count + 1):
-            for start in range(end):
-                parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
-                if self.max_bytes is None or sum(part.parameter_bytes for part in parts) <= self.max_bytes:
-                    costs[end, start] = sum(part.pass_seconds for part in parts)
+        for start, end in combinations(range(count + 1), 2):
+            parts = [*([embedding] if start == 0 else []), *blocks[start:end], *([head] if end == count else [])]
+            if self.max_bytes is None or sum(part.parameter_bytes for part in parts) <= self.max_bytes:
+                costs[end, start] = sum(part.pass_seconds for part in parts)
         at = linear_partition(costs, num_stages)
         if at is None:
             raise ValueError(

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import ClassVar
 
 from lightning_decentral.pipeline.plan.dynamic_program import at_least_1
@@ -174,14 +174,10 @@ def equally_long(stages: Sequence[Sequence[Action]], num_slices: int) -> dict[Ac
 
 def in_flight(actions: Sequence[Action], tokens: Sequence[int] | None = None) -> int:
     """Maximum number of chunks whose activations a stage keeps at once; with `tokens` (one per slice), of tokens."""
-    held = most = 0
     splits = any(action.kind is Kind.WEIGHTS for action in actions)
     change = {Kind.FORWARD: 1, Kind.WEIGHTS if splits else Kind.BACKWARD: -1}
-    for action in actions:
-        weight = 1 if tokens is None else tokens[action.slice]
-        held += change.get(action.kind, 0) * weight
-        most = max(most, held)
-    return most
+    weights = [1 if tokens is None else tokens[action.slice] for action in actions]
+    return max(accumulate((change.get(a.kind, 0) * w for a, w in zip(actions, weights, strict=True)), initial=0))
 
 
 Costs = Callable[[Action], float]

@@ -190,7 +190,7 @@ class Executor:
     thread."""
 
     def __init__(self, stage: Stage, channel: Channel, loss_of: LossOf, own: Clock = time.thread_time) -> None:
-        self._stage, self._channel, self._loss_of, self._own = stage, channel, loss_of, own
+        self.stage, self._channel, self._loss_of, self._own = stage, channel, loss_of, own
         self._grads: dict[int, list[Tensor]] = {}
         self._due: dict[int, list[int]] = defaultdict(list)  # slices that went forward, of each micro-batch
         self.spans: dict[Action, Span] = {}
@@ -220,19 +220,19 @@ class Executor:
         self.spans[action] = Span(f"stage {action.stage}", start, time.perf_counter())
 
     def _forward(self, action: Action) -> None:
-        hidden = None if self._stage.place.first else self._channel.receive(action)
+        hidden = None if self.stage.place.first else self._channel.receive(action)
         with self._timed(action):
-            output = self._stage.forward(action.microbatch, action.slice, hidden)
+            output = self.stage.forward(action.microbatch, action.slice, hidden)
             self._due[action.microbatch].append(action.slice)
             # An evaluation, without gradients, has no loss.
-            if self._stage.place.last and action.slice == len(self._stage.bounds) - 1 and torch.is_grad_enabled():
+            if self.stage.place.last and action.slice == len(self.stage.bounds) - 1 and torch.is_grad_enabled():
                 self._finish(action.microbatch)
-        if not self._stage.place.last:
+        if not self.stage.place.last:
             self._channel.send(action, output)
 
     def _finish(self, microbatch: int) -> None:
         """Compute the loss over all slices, and its gradient with respect to each slice."""
-        own, parts = self._own(), self._stage.outputs.pop(microbatch)
+        own, parts = self._own(), self.stage.outputs.pop(microbatch)
         whole = joined(parts).requires_grad_()  # a leaf: each slice's backward starts from its part of it
         loss = self._loss_of(microbatch, whole)
         with _outside_autocast(whole.device):
@@ -242,21 +242,21 @@ class Executor:
         self.loss_seconds += self._own() - own
 
     def _backward(self, action: Action) -> None:
-        due, last = self._due[action.microbatch], self._stage.place.last
+        due, last = self._due[action.microbatch], self.stage.place.last
         assert action.slice in due, f"{action}: its forward hasn't run"
         assert due[-1] == action.slice, f"{action}: slices {due[due.index(action.slice) + 1 :]} must run backward first"
         due.pop()
         # From the end of the list: slices run backward last first.
         grad = self._grads[action.microbatch].pop() if last else self._channel.receive(action)
         with self._timed(action), _outside_autocast(grad.device):
-            towards = self._stage.backward(action.microbatch, action.slice, grad)
-        if not self._stage.place.first:
+            towards = self.stage.backward(action.microbatch, action.slice, grad)
+        if not self.stage.place.first:
             assert towards is not None
             self._channel.send(action, towards)
 
     def _weights(self, action: Action) -> None:
-        with self._timed(action), _outside_autocast(self._stage.calls[action.microbatch].inputs.device):
-            self._stage.weights(action.microbatch, action.slice)
+        with self._timed(action), _outside_autocast(self.stage.calls[action.microbatch].inputs.device):
+            self.stage.weights(action.microbatch, action.slice)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:  # (batch, tokens, ..) each

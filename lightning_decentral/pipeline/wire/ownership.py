@@ -4,6 +4,7 @@ A stage's parameters keep their names in the whole model, so a checkpoint of the
 checkpoints."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -233,12 +234,9 @@ def optimizer_own(whole: State, groups: Sequence[Sequence[str]], own: Sequence[S
         )
     flat = (i for group in whole["param_groups"] for i in group["params"])
     number = dict(zip((name for group in groups for name in group), flat, strict=True))
-    state, settings, count = {}, [], 0
-    for setting, names in zip(whole["param_groups"], own, strict=True):
-        here = range(count, count + len(names))
-        state.update(
-            {i: whole["state"][number[n]] for i, n in zip(here, names, strict=True) if number[n] in whole["state"]}
-        )
-        settings.append({**setting, "params": list(here)})
-        count += len(names)
+    mine = [number[name] for names in own for name in names]
+    here = iter(range(len(mine)))
+    pairs = zip(whole["param_groups"], own, strict=True)
+    settings = [{**setting, "params": list(islice(here, len(names)))} for setting, names in pairs]
+    state = {i: whole["state"][n] for i, n in enumerate(mine) if n in whole["state"]}
     return {"state": state, "param_groups": settings}

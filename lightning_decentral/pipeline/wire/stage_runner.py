@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import reduce
 from typing import TypeVar
 
@@ -53,7 +54,7 @@ class StageRunner:
         self, calls: Sequence[Call], slices: Sequence[int], loss_of: LossOf, own: Clock = time.thread_time
     ) -> Executor:
         """Run forward and backward of all micro-batches; gradients are added to `.grad`. Collective."""
-        return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)[0]
+        return self._run(calls, slices, loss_of, self.program(len(calls), len(slices)), own)
 
     def program(self, microbatches: int, slices: int) -> Program:
         """Actions and receives of a training step; the same object for the same numbers."""
@@ -72,8 +73,8 @@ class StageRunner:
         stages = self.schedule.actions(self.size, 1, len(slices))
         forward = [[action for action in actions if action.kind is Kind.FORWARD] for actions in stages]
         with torch.no_grad():
-            _, stage = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
-        output = joined(stage.outputs[0]) if self.place.last else None
+            executor = self._run([call], slices, lambda _, output: output, self._posting(forward, len(slices)))
+        output = joined(executor.stage.outputs[0]) if self.place.last else None
         if self.over is None:
             assert output is not None
             return output
@@ -103,21 +104,19 @@ class StageRunner:
         loss_of: LossOf,
         program: Program,
         own: Clock = time.thread_time,
-    ) -> tuple[Executor, Stage]:
+    ) -> Executor:
         weights = SplitWeights() if self.schedule.splits else None
         stage = Stage(self.model, self.place, calls, slices, self._activations, weights)
         executor = Executor(stage, self.channel(calls, stage.bounds), loss_of, own)
         repeated = self._activations.repeats and torch.is_grad_enabled()
-        if self._known_repeatable or not (len(slices) > 1 or repeated):
-            executor.run(*program)
-            return executor, stage
         # Checked the first time: ValueError if this model can't run in slices, or run again.
+        first = not self._known_repeatable and (len(slices) > 1 or repeated)
         sliced = "slices of a sequence", "train with slicing=Uniform(1)"
         again = "a forward and its recomputation", "train with activations=Keep()"
-        with unchanged(self.model.module, *(again if repeated else sliced)):
+        with unchanged(self.model.module, *(again if repeated else sliced)) if first else nullcontext():
             executor.run(*program)
-        self._known_repeatable = True
-        return executor, stage
+        self._known_repeatable |= first
+        return executor
 
     def channel(self, calls: Sequence[Call], bounds: Sequence[tuple[int, int]]) -> Channel:
         """Make the channel to the neighbours for one step with these calls and slice bounds."""

@@ -86,10 +86,6 @@ class Reached:
         (low, high), beyond = OF_FORECAST, BEYOND_ERROR * self.extrapolated
         return (low - beyond) * min(known), (high + beyond) * max(known)
 
-    def at(self, bytes_per_second: float) -> "Reached":
-        """Return the result for network cards of another bandwidth."""
-        return replace(self, step_seconds=self.step_seconds_at.get(bytes_per_second))
-
     @property
     def sent_bytes(self) -> float | None:
         """Bytes sent by all workers, to the target."""
@@ -141,7 +137,8 @@ class Answer:
         """Seconds to the target and best method, for each number of workers and each rate of the network cards."""
         found, rates = [], sorted({rate for row in self.rows for rate in row.step_seconds_at})
         for workers, rate in product(self.workers, rates):
-            rows = tuple(row.at(rate) for row in self.rows if row.workers == workers)
+            here = (row for row in self.rows if row.workers == workers)
+            rows = tuple(replace(row, step_seconds=row.step_seconds_at.get(rate)) for row in here)
             seconds = {row.title: row.seconds for row in rows if row.seconds is not None}
             if best := replace(self, rows=rows).best_of(workers):
                 found.append(Cell(workers, rate, seconds, best.title))
@@ -154,8 +151,8 @@ class Answer:
             lines.append(f"~ extrapolated, to {BEYOND:g} times the rehearsed steps at most, by a line over logarithms")
         for row in (row for row in self.rows if row.cut(self.steps, self.target)):
             lines.append(f"{row.title} on {row.workers} workers: {row.trained} of {self.steps} steps, as time was over")
-        noise = [row for row in self.rows if row.overrides == BASELINE and row.noise is not None][:1]
-        lines += [noise_text(row.noise, row.workers) for row in noise if row.noise is not None]
+        plain = (row for row in self.rows if row.overrides == BASELINE)
+        lines += [noise_text(row.noise, row.workers) for row in plain if row.noise is not None][:1]
         lines += [*self._disagreement(), *self._over_rates()]
         best = self.best
         if best is None:

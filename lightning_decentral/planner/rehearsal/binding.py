@@ -3,7 +3,6 @@
 A Trainer's collectives reach the other workers' threads by torch.distributed's own calls (`in_process_group`)."""
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from operator import attrgetter
 from threading import BrokenBarrierError
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -22,7 +20,7 @@ from torch.autograd import Variable
 from torch.optim import LBFGS, Optimizer
 
 from lightning_decentral.optim.joined import ELEMENTWISE, JoinedUpdate
-from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings, loss_of, scale
+from lightning_decentral.planner.rehearsal.loop_settings import LoopSettings, loss_of, scale, seed_host
 from lightning_decentral.planner.rehearsal.member import Member, MemberPlace
 from lightning_decentral.planner.rehearsal.rehearsed_strategies import member_of
 from lightning_decentral.planner.rehearsal.turns import OwnTurn, Quota, Way, WorkersBarrier
@@ -115,8 +113,7 @@ class Binding(DDPStrategy):
 
     def setup_environment(self) -> None:
         if self._common.loop.seed or "PL_GLOBAL_SEED" in os.environ:
-            for begin in (random.seed, np.random.seed, torch.manual_seed):
-                begin(self._seed)
+            seed_host(self._seed)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # Before Lightning's first barrier, around `prepare_data`, which would make a gloo group.

@@ -1,20 +1,18 @@
 """Loss of the mean of the workers' models on held-out batches, the same at every mark."""
 
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_decentral.planner.rehearsal.loop_settings import loss_of
+from lightning_decentral.planner.rehearsal.loop_settings import loss_of, seed_host
 from lightning_decentral.planner.rehearsal.turns import CPU, map_on_threads, same
 from lightning_decentral.planner.rehearsal.worker import quiet
 from lightning_decentral.shared.compute.carried import carried
@@ -49,7 +47,7 @@ class HeldOutEvaluation:
             some = list(enumerate(self._batches[:batches]))
             losses = self._on_threads(some) if self._copies else None
             if losses is None:
-                _seed()
+                seed_host(0)
                 losses = _losses(self._module, some)
         set_random_state(before)
         return sum(losses) / len(losses)
@@ -69,7 +67,7 @@ class HeldOutEvaluation:
             trainer.validating = True
         try:
             if not self._batches:
-                _seed()
+                seed_host(0)
                 self._batches = [self._module._apply_batch_transfer_handler(one, self._device) for one in self._given]
             yield
         finally:
@@ -88,18 +86,13 @@ class HeldOutEvaluation:
     def _on_threads(self, batches: Sequence[tuple[int, Any]]) -> list[float] | None:
         """Losses computed on threads; None, now and later, if a step drew random numbers: threads share a generator."""
         each = [self._module, *self._copies]
-        _seed()
+        seed_host(0)
         seeded = random_state()
         rows = map_on_threads(_losses, each, [batches[first :: len(each)] for first in range(len(each))])
         if not same(seeded, random_state()):
             self._copies, self._threads = [], 1
             return None
         return [loss for row in zip_longest(*rows) for loss in row if loss is not None]
-
-
-def _seed() -> None:
-    for begin in (torch.manual_seed, np.random.seed, random.seed):
-        begin(0)
 
 
 @torch.no_grad()

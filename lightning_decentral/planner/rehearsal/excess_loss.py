@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_decentral.gossip.strategy import GossipStrategy
 from lightning_decentral.gossip.wire.simulation import simulate
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.evaluation import BATCHES, PAIRED, HeldOutEvaluation
 
 ALONE = 8  # Updates of a probe without messages.
 STEPS, ELEMENTS = 192, 1024  # Size of a simulation at one learning rate; the second half of its steps counts.
@@ -89,8 +89,7 @@ def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | No
     size = _squares(list(modules[0].parameters()))
     crew.drift(1)
     # Measured now: later, as the workers drift on in one direction, curvature falls, which gossip prevents.
-    first, alone = spread_of(modules), [evaluation.loss([module]) for module in modules]
-    excess = sum(alone) / len(alone) - evaluation.loss(modules)
+    first, excess = spread_of(modules), excess_now(crew, evaluation, BATCHES)
     crew.drift(ALONE - 1)
     last = spread_of(modules)
     if not (first > 0 and excess > 0):
@@ -98,6 +97,15 @@ def probed(crew: Crew, evaluation: HeldOutEvaluation, rate: float) -> Drift | No
     variance = first * len(modules) / (len(modules) - 1)
     alike = correlation(last / first, ALONE)
     return Drift(variance, alike, 2 * excess / first, sqrt(size / variance), learning_rate, rate)
+
+
+def excess_now(crew: Crew, evaluation: HeldOutEvaluation, batches: int = PAIRED) -> float:
+    """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
+    if crew.alike:
+        return 0.0
+    modules = [worker.module for worker in crew.workers]
+    alone = [evaluation.loss([module], batches) for module in modules]
+    return sum(alone) / len(alone) - evaluation.loss(modules, batches)
 
 
 @torch.no_grad()

@@ -133,11 +133,10 @@ def timed(ask: Ask, job: RehearsalJob) -> float:
     with job.crew(ask, 0, 1.0) as crew:
         for steps in (WARM, PROBE):
             ask.course.tick()
-            begun = monotonic()
-            crew.train(steps)
-        trained = monotonic()
+            seconds = _seconds(crew, steps)
+        begun = monotonic()
         ask.course.evaluation.loss([worker.module for worker in crew.workers])
-        return (trained - begun) / PROBE + (monotonic() - trained) / ask.course.every
+        return seconds / PROBE + (monotonic() - begun) / ask.course.every
 
 
 def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSettings, threads: int) -> float | None:
@@ -157,9 +156,9 @@ def threads_ratio(module: LightningModule, data: Any, workers: int, loop: LoopSe
     return float(median(on_threads) / median(in_turn))
 
 
-def _seconds(crew: Crew) -> float:
+def _seconds(crew: Crew, steps: int = 1) -> float:
     begun = monotonic()
-    crew.train(1)
+    crew.train(steps)
     return monotonic() - begun
 
 

@@ -2,10 +2,12 @@
 
 Separate from the crew, as a plan of jobs needs the settings only."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +26,12 @@ class LoopSettings:
     run_steps: int = -1  # the Trainer's `max_steps`, for schedules as long as the run; -1: without an end
     seed: int = 0  # number added to the seed of `seed_everything`
     device: torch.device = CPU  # device of all workers
+
+
+def seed_host(seed: int) -> None:
+    """Seed the host's random number generators."""
+    for begin in (random.seed, np.random.seed, torch.manual_seed):
+        begin(seed)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -120,18 +120,15 @@ class WhenAsked(Future[Any]):
         super().__init__()
         self._call: Any = call
 
-    def run(self) -> None:
-        # Called once, then dropped: it may refer to objects that refer to this result.
-        call, self._call = self._call, None
-        try:
-            with torch.no_grad():
-                self.set_result(call())
-        except BaseException as error:  # for all callers
-            self.set_exception(error)
-
     def result(self, timeout: float | None = None) -> Any:
         if not self.done():
-            self.run()
+            # Called once, then dropped: it may refer to objects that refer to this result.
+            call, self._call = self._call, None
+            try:
+                with torch.no_grad():
+                    self.set_result(call())
+            except BaseException as error:  # for all callers
+                self.set_exception(error)
         return super().result(timeout)
 
 

@@ -175,8 +175,8 @@ class RehearsalRun:
         minutes = min(self._clock.rest, self._clock.takes(sum(left.values()))) / 60
         self._say(f"{count - len(left) + 1} of {count}: {job.name}, {minutes:.1f} minutes are left")
         # Steps are planned anew for each method, by the time that earlier ones took: none takes time of later ones.
-        ask, whole, known = self._ask, sum(left.values()), self._known
-        course = replace(ask.course, steps=_fitting(ask.course.steps, self._clock.takes(whole), self._clock))
+        whole, known, course = sum(left.values()), self._known, self._ask.course
+        course = replace(course, steps=_fitting(course.steps, self._clock.takes(whole), self._clock))
         self._clock.turn(left[job] / whole if whole else 1.0)
         rates = self._ask.rates if known is None else known.rates(self._ask, job)  # rates worth trying
         if len(rates) < len(self._ask.rates):

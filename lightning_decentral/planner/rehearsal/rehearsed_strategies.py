@@ -30,21 +30,20 @@ from lightning_decentral.shared.updates import BeforeUpdate, GradientCheck
 
 SERVED = {"find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb", "static_graph"}
 """Options of ddp's wrapper that don't change results, or that a rehearsal supports."""
-TAKE = "take gossip, compressed, partial_backprop or ddp"
 
 
 @singledispatch
 def member_of(strategy: object, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     """Make a worker's member for this strategy, which is only read; None: workers that send nothing. ValueError: the
     strategy can't be rehearsed, or can't serve the number of workers."""
-    raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
+    raise ValueError(f"{type(strategy).__name__} can't be rehearsed: take gossip, compressed, partial_backprop or ddp")
 
 
 @member_of.register
 def _(strategy: DDPStrategy, module: LightningModule, optimizer: Optimizer, at: MemberPlace) -> Member:
     # Subclasses of DDPStrategy, such as pipelines, aren't ddp.
     if type(strategy) is not DDPStrategy:
-        raise ValueError(f"{type(strategy).__name__} can't be rehearsed: {TAKE}")
+        return member_of.dispatch(object)(strategy, module, optimizer, at)
     hook = {"ddp_comm_hook"} if strategy._ddp_comm_hook is not None else set()
     if asked := sorted((strategy._ddp_kwargs.keys() | hook) - SERVED):
         raise ValueError(f"DDPStrategy with {asked[0]} can't be rehearsed: leave it out")

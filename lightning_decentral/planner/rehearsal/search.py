@@ -16,8 +16,8 @@ import numpy as np
 
 from lightning_decentral.planner.rehearsal.answer import BEYOND
 from lightning_decentral.planner.rehearsal.crew import Crew
-from lightning_decentral.planner.rehearsal.evaluation import PAIRED, HeldOutEvaluation
-from lightning_decentral.planner.rehearsal.excess_loss import Drift, probed
+from lightning_decentral.planner.rehearsal.evaluation import HeldOutEvaluation
+from lightning_decentral.planner.rehearsal.excess_loss import Drift, excess_now, probed
 
 
 class OutOfTime(Exception):
@@ -128,15 +128,6 @@ def ranked(tracks: Sequence[Track]) -> list[Track]:
     """Sort tracks, the best first, by losses at the last common mark of those neither diverged nor at the target."""
     left = [len(track.marks) for track in tracks if track.reached is None and not track.diverged]
     return sorted(tracks, key=lambda track: track.order(min(left, default=len(track.marks))))
-
-
-def excess_now(crew: Crew, evaluation: HeldOutEvaluation) -> float:
-    """mean_i loss(x_i) - loss(mean_i x_i), 1/2 tr(H C) for curvature H and covariance C of the workers' models."""
-    if crew.alike:
-        return 0.0
-    modules = [worker.module for worker in crew.workers]
-    alone = [evaluation.loss([module], PAIRED) for module in modules]
-    return sum(alone) / len(alone) - evaluation.loss(modules, PAIRED)
 
 
 def smoothed(marks: Sequence[Point]) -> list[Point]:

@@ -182,29 +182,29 @@ class Standing:
         """Return stand-ins for the loader's parameters, by name; call `look` at the end of the step's forward."""
         apply: Callable[[Loader, Tensor], Tensor] = Resident.apply
         self._loader = loader
-        self._stay = {n: apply(loader, host) for n, host in loader.hosts.items() if n not in self._hollow}
-        self._away = {
-            name: base.expand(loader.hosts[name].shape).requires_grad_(loader.hosts[name].requires_grad)
-            for name, base in self._hollow.items()
+        self._tensors = {
+            name: self._hollow[name].expand(host.shape).requires_grad_(host.requires_grad)
+            if name in self._hollow
+            else apply(loader, host)
+            for name, host in loader.hosts.items()
         }
-        standing = {**self._away, **self._stay}
-        self._versions = block_places.versions(standing)
-        return standing
+        self._versions = block_places.versions(self._tensors)
+        return self._tensors
 
     def look(self) -> None:
         """Freeze or thaw the host's parameters like their stand-ins, which are then freed. ValueError: code wrote to
         a stand-in."""
-        hosts, standing = self._loader.hosts, {**self._away, **self._stay}
-        for name, tensor in self._away.items():
-            hosts[name].requires_grad_(tensor.requires_grad)
-        for name, copy in self._stay.items():
-            if copy.requires_grad and not hosts[name].requires_grad:
+        hosts = self._loader.hosts
+        for name, tensor in self._tensors.items():
+            if name in self._hollow:
+                hosts[name].requires_grad_(tensor.requires_grad)
+            elif tensor.requires_grad and not hosts[name].requires_grad:
                 # The gradient of this copy of a frozen parameter belongs to the host's parameter.
                 hosts[name].requires_grad_(True)
-                copy.register_hook(partial(self._add, hosts[name]))
-        checked = {name: hosts[name] for name in self._stay} if self._loader.checks else {}
-        block_places.refuse_written("a step", standing, self._versions, checked)
-        self._away, self._stay = {}, {}
+                tensor.register_hook(partial(self._add, hosts[name]))
+        stay = self._tensors.keys() - self._hollow.keys() if self._loader.checks else ()
+        block_places.refuse_written("a step", self._tensors, self._versions, {name: hosts[name] for name in stay})
+        self._tensors = {}
 
     def _add(self, host: Tensor, gradient: Tensor) -> None:
         (landed,) = self._loader.device.send([gradient], [host]).land()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -85,7 +85,7 @@ class Run:
         self._block, self._loader, self._given = block, loader, given
         self._kept: Copies | None = None
         self._arriving: Copies | None = None
-        self._gradients: tuple[list[str], Copies] | None = None
+        self._gradients = list[str](), Copies([])
         self._seen: list[Tensor] = []  # results of the first run on the host, in a checked step
 
     def once(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,10 +173,9 @@ class Run:
         leaves = as_trained(copies, self._trained)
         inputs = self._inputs()
         with placed(self._block.places, leaves):
-            pairs = [(r, g) for r, g in zip(self._again(inputs), gradients, strict=True) if r.requires_grad]
-            pairs = [(r, g) for r, g in pairs if g is not None]
-            if pairs:
-                torch.autograd.backward([r for r, _ in pairs], cast(list[Tensor], [g for _, g in pairs]))
+            results = zip(self._again(inputs), gradients, strict=True)
+            if pairs := [(r, g) for r, g in results if r.requires_grad and g is not None]:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         self._gradients = list(found), self._loader.send(list(found.values()), [hosts[name] for name in found])
         return [tensor.grad for tensor in inputs]
@@ -219,10 +218,7 @@ class Run:
 
     def landed(self) -> list[Tensor | None]:
         """Gradients of the parameters, on the host; the caller owns them alone."""
-        if self._gradients is None:
-            return [None for _ in self._block.parameters]
-        names, leaving = self._gradients
-        self._gradients = None
+        (names, leaving), self._gradients = self._gradients, ([], Copies([]))
         found = dict(zip(names, leaving.land(), strict=True))
         return [found.pop(name, None) for name in self._block.parameters]
 

@@ -11,7 +11,8 @@ Source: spilling and double buffering, Nagrecha et al. 2110.08633."""
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 
 Shards = tuple[tuple[int, ...], ...]
 MOST_CAPS = 200  # sizes of shards that are tried; one for each block would be quadratically many
@@ -107,14 +108,9 @@ class ShardPlan:
     @cached_property
     def coming(self) -> list[int | None]:
         """[visit]: the next different shard on the route; None at the end."""
-        found: list[int | None] = []
-        after: int | None = None
-        last: int | None = None
-        for shard in reversed(self.route):
-            after = last if last not in (None, shard) else after
-            found.append(after)
-            last = shard
-        return found[::-1]
+        stays = [list(stay) for _, stay in groupby(self.route)]
+        after = [*(stay[0] for stay in stays[1:]), None]
+        return [shard for stay, shard in zip(stays, after, strict=False) for _ in stay]
 
     @cached_property
     def loaded_bytes(self) -> list[int]:
@@ -160,11 +156,8 @@ class ShardPlan:
 
     def _stays(self) -> list[tuple[int, float]]:
         """Return (shard, seconds) of consecutive visits to one shard."""
-        found: list[tuple[int, float]] = []
-        for shard, visit in zip(self.route, self.footprint.visits, strict=True):
-            here = found.pop()[1] if found and found[-1][0] == shard else 0.0
-            found.append((shard, here + visit.seconds))
-        return found
+        rows = zip(self.route, self.footprint.visits, strict=True)
+        return [(shard, sum(visit.seconds for _, visit in stay)) for shard, stay in groupby(rows, itemgetter(0))]
 
 
 def plan(footprint: Footprint, budget_bytes: int) -> ShardPlan:

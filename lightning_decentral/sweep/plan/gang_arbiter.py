@@ -124,8 +124,7 @@ class GangArbiter(Arbiter):
         return [f"{name}/{rank}" for rank in range(self.members[name].width)]
 
     def place(self, name: str) -> str | None:
-        own = [self.devices[device] for device, (job, rank, _) in self._running.items() if f"{job}/{rank}" == name]
-        return own[0] if own else None
+        return next((self.devices[d] for d, (job, rank, _) in self._running.items() if f"{job}/{rank}" == name), None)
 
     def ran(self) -> Spans:
         """Spans of all pieces of ended jobs on `device 0`, `device 1` and so on, in seconds since the clock started."""

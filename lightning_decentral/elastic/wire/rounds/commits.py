@@ -37,10 +37,11 @@ class Commits:
         self._leaving: list[Any] = []
         worker.mesh.on_vote = self._on_vote
 
-    def begins(self, round: int, part: int, chain: int) -> None:
-        """Answer votes about earlier rounds, to which this member never came: it has no messages there."""
+    def begins(self, round: int, part: int, chain: int) -> int:
+        """Answer votes about earlier rounds to which it never came: it has no messages there. Return `chain`."""
         with self._worker.lobby_client.changed:
             self._send(self.rounds.begins(round, part, chain))
+        return chain
 
     def decide(self, view: View, round: int, part: int, chain: int, has: Collection[str]) -> Proposal:
         """Return the round's decision, when the other members of its view vote, too. RuntimeError if this member can't

@@ -90,7 +90,7 @@ class ViewTransport(Transport, Post):
 
     def __init__(self, worker: Endpoint, view: View, lane: int = 0) -> None:
         self.group = None  # no process group, but sockets
-        self._numbered = partial(_numbered, first=lane << LANE_BITS)
+        self._first = lane << LANE_BITS
         self.rank, self.size = view.members.index(worker.name), len(view.members)  # the oldest has rank 0
         self.round = 0
         self._worker, self._view = worker, view
@@ -125,11 +125,10 @@ class ViewTransport(Transport, Post):
         raw = raw_bytes(message.tensor)  # without a copy: the tensor isn't written until it has left
         return self._worker.mesh.send(to, place_of(to), self._view.key, self.round, slot, raw)
 
-
-def _numbered(messages: Sequence[Message], first: int) -> list[tuple[Message, int]]:
-    """Number the messages of each peer, the same on both ends."""
-    places: dict[int, count[int]] = defaultdict(partial(count, first))
-    return [(m, next(places[m.peer])) for m in messages]
+    def _numbered(self, messages: Sequence[Message]) -> list[tuple[Message, int]]:
+        """Number the messages of each peer, the same on both ends."""
+        places: dict[int, count[int]] = defaultdict(partial(count, self._first))
+        return [(m, next(places[m.peer])) for m in messages]
 
 
 @dataclass
@@ -222,15 +221,14 @@ class ElasticExchange(Exchange[PeerMessage]):
     pool: Pool = field(default_factory=Pool)
     order: Asynchronous | None = None  # asynchronous rounds; None: a round waits for the live members of its view
     commits: Commits | None = None  # decides each round once for all; None: each member mixes what it has received
-    part: int = 0  # number of this exchange among the worker's
-    lane: int = 0  # bits of a message's number that tell it from other exchanges' messages of the same round; it rises
+    part: int = 0  # number of this exchange among the worker's; tells its messages from others' of the same round
     chain: int = 0  # checksum of the decisions so far, equal on all members
     coder: Coder = field(init=False)
 
     def __post_init__(self) -> None:
         self.coder = coder_of(self.codec, self.topology, 0, 1, self.pool)  # until the first view
         self._admitted: list[tuple[Sequence[Tensor], Combine]] = []
-        self._since: list[tuple[int, PeerExchange, ViewTransport]] = []
+        self._since: list[tuple[int, PeerExchange]] = []
         self._view: View | None = None
         self._earlier = Traffic()
 
@@ -239,24 +237,23 @@ class ElasticExchange(Exchange[PeerMessage]):
         if view == self._view:
             return
         self.worker.mesh.awaited = self.order is None
-        links = ViewTransport(self.worker, view, self.lane)
+        # Asynchronous rounds have one exchange.
+        links = ViewTransport(self.worker, view, 0 if self.order else self.part)
         plan = self.topology, self.weights, links, CPU, self.codec, self.pool
         exchange: PeerExchange = AsynchronousExchange(*plan, self.order) if self.order else ForgivingExchange(*plan)
         if commits := self.commits:
-            decide, begins = partial(self._decide, commits, view), partial(self._begins, commits)
+            decide = partial(self._decide, commits, view)
+            # Called later: the checksum rises.
+            begins = partial(lambda commits, round: commits.begins(round, self.part, self.chain), commits)
             exchange = CommittedExchange(*plan, decide=decide, begins=begins)
         for admitted in self._admitted:
             exchange.admit(*admitted)  # rules that were admitted before the first view
         self.coder = exchange.coder
         self._view = view
-        self._since.append((round, exchange, links))
-        for _, old, _ in self._since[:-KEPT_VIEWS]:
+        self._since.append((round, exchange))
+        for _, old in self._since[:-KEPT_VIEWS]:
             self._earlier += old.traffic()
         self._since = self._since[-KEPT_VIEWS:]
-
-    def _begins(self, commits: Commits, round: int) -> int:
-        commits.begins(round, self.part, self.chain)
-        return self.chain
 
     def _decide(self, commits: Commits, view: View, round: int, ranks: Collection[int]) -> list[int]:
         decision = commits.decide(view, round, self.part, self.chain, {view.members[rank] for rank in ranks})
@@ -269,11 +266,11 @@ class ElasticExchange(Exchange[PeerMessage]):
         exchange = self._since[-1][1] if self._since else None
         return exchange.age if isinstance(exchange, AsynchronousExchange) else 0.0
 
-    def _of(self, step: int) -> tuple[PeerExchange, ViewTransport]:
-        return next((exchange, links) for round, exchange, links in reversed(self._since) if round <= step)
+    def _of(self, step: int) -> PeerExchange:
+        return next(exchange for round, exchange in reversed(self._since) if round <= step)
 
     def neighbours(self, step: int) -> Neighbours:
-        return self._of(step)[0].neighbours(step)
+        return self._of(step).neighbours(step)
 
     def admit(self, buckets: Sequence[Tensor], combine: Combine) -> None:
         if reason := combine.recovery.tied:
@@ -281,16 +278,16 @@ class ElasticExchange(Exchange[PeerMessage]):
         self._admitted.append((buckets, combine))
         if not self._since:
             self.coder.admit(buckets, combine)
-        for _, exchange, _ in self._since:
+        for _, exchange in self._since:
             exchange.admit(buckets, combine)
 
     def launch(self, message: Tensor, step: int, place: int, copied: Copied | None = None) -> PeerMessage:
-        return self._of(step)[0].launch(message, step, place, copied)
+        return self._of(step).launch(message, step, place, copied)
 
     def depart(self, launched: Sequence[PeerMessage], step: int) -> None:
-        exchange, links = self._of(step)
-        links.round = step  # sent in this round's frames
+        exchange = self._of(step)
+        exchange.transport.round = step  # type: ignore[attr-defined]  # sent in this round's frames
         exchange.depart(launched, step)
 
     def traffic(self) -> Traffic:
-        return sum((exchange.traffic() for _, exchange, _ in self._since), self._earlier)
+        return sum((exchange.traffic() for _, exchange in self._since), self._earlier)

@@ -8,10 +8,8 @@
 
 B answers a call on its own thread, and serves what A then asks for as if A had connected."""
 
-import queue
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -34,7 +32,7 @@ class Dialer:
     def __init__(self, key: Key | None = None, lobby: str = "", there: Callable[[], bool] = lambda: True) -> None:
         self.key, self._lobby, self._there = key, lobby, there  # `there`: whether the lobby is reached
         self.direct: dict[str, bool] = {}  # {address: whether it answers}, as far as known
-        self._calls: dict[str, tuple[queue.SimpleQueue[socket.socket], socket.socket]] = {}
+        self._calls: dict[str, list[socket.socket]] = {}  # {ticket: the call, then the connection that answers it}
 
     def __call__(self, to: str, place: str, wants: str, seconds: float) -> socket.socket:
         """Connect to the member of this name and address for a service. OSError if it isn't reached,
@@ -54,22 +52,20 @@ class Dialer:
     def _by_call(self, to: str, wants: str, seconds: float) -> socket.socket | None:
         if not (self._lobby and self._there()):
             return None
-        ticket, arrived = secrets.token_hex(16), queue.SimpleQueue[socket.socket]()
         try:
             call = connected(self._lobby, "call", seconds, self.key)
         except OSError:
             return None
-        self._calls[ticket] = arrived, call
-        made = None
+        ticket, made = secrets.token_hex(16), None
+        self._calls[ticket] = [call]
         with suppress(OSError, ValueError):  # the lobby doesn't know it, or `arrives` hung up
             call.settimeout(CALL_SECONDS)
             call.sendall(frame({"to": to, "place": self.door.place, "ticket": ticket}))
             made = call if receive(call) == RELAYED else None
-        del self._calls[ticket]
+        _, *arrived = self._calls.pop(ticket)
         if made is None:
             call.close()
-            with suppress(queue.Empty):
-                made = arrived.get_nowait()
+            made = arrived[0] if arrived else None
         if made is not None:
             made.settimeout(seconds)
             greet(made, wants)
@@ -80,15 +76,12 @@ class Dialer:
         waiting = self._calls.get(receive(connection))
         if waiting is None:
             raise ValueError("an answer to a call that isn't waited for")
-        waiting[0].put(connection)
-        hang_up(waiting[1])
+        waiting.append(connection)
+        hang_up(waiting[0])
         return True
 
     def called(self, call: Any) -> None:
-        """Answer a member that can't connect here, on a thread."""
-        threading.Thread(target=self._answers, args=(call,), name="lightning_decentral-answers", daemon=True).start()
-
-    def _answers(self, call: Any) -> None:
+        """Answer a member that can't connect here, and serve it on this thread until it ends."""
         place, made = str(call["place"]), None
         if self.direct.get(place) is not False:
             with suppress(OSError):

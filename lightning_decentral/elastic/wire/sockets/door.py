@@ -50,22 +50,18 @@ class Once:
 
 
 async def ready(connection: socket.socket, call: Callable[..., Any], *args: Any) -> Any:
-    """Return `call(*args)` on a connection that doesn't block, plain or TLS, as soon as it needn't wait."""
-    loop, woken = asyncio.get_running_loop(), asyncio.Event()
-    while True:
-        watch, leave = loop.add_reader, loop.remove_reader
-        try:
-            return call(*args)
-        except ssl.SSLWantWriteError:
-            watch, leave = loop.add_writer, loop.remove_writer
-        except (BlockingIOError, ssl.SSLWantReadError):
-            pass
-        woken.clear()
-        watch(connection, woken.set)
-        try:
+    """Return `call(*args)`, which reads from a connection that doesn't block, plain or TLS, as soon as it needn't wait.
+    What a handshake sends always finds room in a new connection's buffer."""
+    woken = asyncio.Event()
+    asyncio.get_running_loop().add_reader(connection, woken.set)
+    try:
+        while True:
+            with suppress(BlockingIOError, ssl.SSLWantReadError):
+                return call(*args)
+            woken.clear()
             await woken.wait()
-        finally:
-            leave(connection)
+    finally:
+        asyncio.get_running_loop().remove_reader(connection)
 
 
 @dataclass
@@ -122,15 +118,29 @@ class Entrance:
         connection.setblocking(False)
         greeting = self._loop.create_task(self._greeted(Guest(connection, peer)))
         self._waiting[greeting] = peer
+        self._loop.call_later(GREETING_SECONDS, greeting.cancel, "a guest that doesn't greet")
         greeting.add_done_callback(lambda done: self._waiting.pop(done, None))
 
     async def _greeted(self, guest: Guest) -> None:
         """Let the guest in once it has greeted correctly; else refuse it, with the reason."""
+        raw, why, reads = guest.connection, "", False
+        assert raw is not None
         try:
-            await asyncio.wait_for(self._first(guest), GREETING_SECONDS)
+            first = await ready(raw, raw.recv, 1, socket.MSG_PEEK)
+            if first and (secret := first == HANDSHAKE) is (self._key is None):
+                told = f"a guest with a key: {NEEDS_NONE}" if secret else f"a guest without a key: {NEEDS_KEY}"
+                raise ValueError(told)
+            await self._enter(guest)
             return
-        except (OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError) as error:
-            why, reads = _why(error), isinstance(error, ValueError)
+        except ssl.SSLError as error:
+            why = "" if isinstance(error, ssl.SSLEOFError) else f"a guest without the run's key ({error.reason})"
+        except OSError:
+            pass  # it has gone
+        except (ValueError, asyncio.CancelledError) as error:
+            why, reads = str(error), isinstance(error, ValueError)
+        await self._refuse(guest, why, reads)
+
+    async def _refuse(self, guest: Guest, why: str, reads: bool) -> None:
         if why:
             self._say(f"{guest.peer} {why}", f"refused {guest.peer}: {why}")
         if (connection := guest.connection) is not None:
@@ -139,27 +149,6 @@ class Entrance:
                     connection.send(frame({"refused": why}))
                 if reads:
                     await asyncio.wait_for(_parted(connection), PARTING_SECONDS)
-
-    async def _first(self, guest: Guest) -> None:
-        assert guest.connection is not None
-        first = await ready(guest.connection, guest.connection.recv, 1, socket.MSG_PEEK)
-        if not first:
-            raise ConnectionResetError("the connection has ended")
-        if (secret := first == HANDSHAKE) is (self._key is None):
-            raise ValueError(f"a guest with a key: {NEEDS_NONE}" if secret else f"a guest without a key: {NEEDS_KEY}")
-        await self._enter(guest)
-
-
-def _why(error: BaseException) -> str:
-    """Return why a guest is refused; empty if it has gone."""
-    match error:
-        case asyncio.TimeoutError():
-            return "a guest that doesn't greet"
-        case ssl.SSLError() if not isinstance(error, ssl.SSLEOFError):
-            return f"a guest without the run's key ({error.reason})"
-        case OSError():
-            return ""
-    return str(error)
 
 
 async def _parted(connection: socket.socket) -> None:
@@ -205,10 +194,7 @@ class Door:
             secured = self._key.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             connection = guest.connection = secured
             await ready(connection, secured.do_handshake)
-        greeting = await first_of(partial(ready, connection, connection.recv))
-        self._let_in(connection, wanted(greeting, *self._serve))
-
-    def _let_in(self, connection: socket.socket, wants: str) -> None:
+        wants = wanted(await first_of(partial(ready, connection, connection.recv)), *self._serve)
         self._open.add(connection)
         target = partial(self._served, connection, self._serve[wants])
         try:
@@ -244,14 +230,7 @@ class Door:
                 connection.close()
 
 
-def hang_up(connection: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+def hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """End a connection of which another thread may be reading or writing; only that one may close it."""
-    if connection is not None:
-        with suppress(OSError):
-            socket.socket.shutdown(connection, how)  # a TLS connection's own `shutdown` would go on in plain text
-
-
-def shut(connection: socket.socket | None) -> None:
-    if connection is not None:
-        hang_up(connection)
-        connection.close()
+    with suppress(OSError):
+        socket.socket.shutdown(connection, how)  # a TLS connection's own `shutdown` would go on in plain text

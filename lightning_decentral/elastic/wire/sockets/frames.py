@@ -68,24 +68,17 @@ def size_of(length: bytes | bytearray, most: int = LARGEST_BYTES) -> int:
 
 
 class Frames:
-    """Splits received bytes into frames of at most `most` bytes."""
+    """Splits received bytes into frames."""
 
-    def __init__(self, most: int = LARGEST_BYTES - LENGTH_BYTES) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self._bytes = bytearray()
-
-    @property
-    def missing(self) -> int:
-        """Number of bytes missing until the next message is complete, or its length is known."""
-        have = len(self._bytes) - LENGTH_BYTES
-        return -have if have < 0 else size_of(self._bytes[:LENGTH_BYTES], self.most) - have
 
     def feed(self, more: bytes) -> list[Any]:
         """Add received bytes and return the messages complete now. ValueError: no frames. Refused: a refusal."""
         self._bytes += more
         found = []
         while len(self._bytes) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], self.most)
+            end = LENGTH_BYTES + size_of(self._bytes[:LENGTH_BYTES], LARGEST_BYTES - LENGTH_BYTES)
             if len(self._bytes) < end:  # the rest is still on its way
                 break
             found.append(message(self._bytes[LENGTH_BYTES:end]))
@@ -93,14 +86,16 @@ class Frames:
         return found
 
 
-async def first_of(read: Callable[[int], Awaitable[bytes]]) -> Any:
-    """Return the next message, of a few bytes, by `read(most bytes)`, and read nothing after it."""
-    frames, found = Frames(GREETING_BYTES), list[Any]()
-    while not found:
-        if not (more := await read(frames.missing)):
+async def first_of(read: Callable[[int], Awaitable[bytes]], most: int = GREETING_BYTES) -> Any:
+    """Return the next message, of at most `most` bytes, by `read(bytes at most)`, and read nothing after it."""
+    found, size = b"", LENGTH_BYTES
+    while len(found) < size:
+        if not (more := await read(size - len(found))):
             raise ConnectionResetError("the connection has ended")
-        found = frames.feed(more)
-    return found[0]
+        found += more
+        if len(found) == LENGTH_BYTES:
+            size += size_of(found, most)
+    return message(found[LENGTH_BYTES:])
 
 
 def receive(connection: socket.socket) -> Any:
@@ -145,11 +140,9 @@ def send_value(connection: socket.socket, header: dict[str, Any], value: Any) ->
     connection.sendall(frame({"digest": digest.hexdigest()}))
 
 
-def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[str, Any], Any]:
-    """Receive (header fields, value), or only the value after a `header` that was received before. ValueError if the
-    digest differs from the sender's, OSError if the connection has ended."""
-    if header is None:
-        header = receive(connection)
+def receive_value(connection: socket.socket, header: Any) -> Any:
+    """Receive the value after its `header`. ValueError if the digest differs from the sender's, OSError if the
+    connection has ended."""
     if type(header) is not dict or type(header.get("head")) is not int:
         raise ValueError("no value follows: give every worker the same version")
     digest = hashlib.sha256()
@@ -163,7 +156,7 @@ def receive_value(connection: socket.socket, header: Any = None) -> tuple[dict[s
     tensors = [
         torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8) for raw in payload
     ]
-    return header, unpack(Serialized(bytes(head), tensors))
+    return unpack(Serialized(bytes(head), tensors))
 
 
 def _pieces(raw: memoryview) -> Iterator[tuple[memoryview, bytes]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from lightning_decentral.elastic.wire.sockets.dialing import Dialer
-from lightning_decentral.elastic.wire.sockets.door import Door, Serve, hang_up, shut
+from lightning_decentral.elastic.wire.sockets.door import Door, Serve, hang_up
 from lightning_decentral.elastic.wire.sockets.frames import GROWTH_BYTES, ended, frame, receive, receive_bytes
 
 KEPT_ROUNDS = 8  # past rounds whose frames may still be awaited
@@ -36,10 +36,10 @@ class Slot(NamedTuple):
 
 
 class Sent:
-    """A message queued to be sent: a tensor's bytes, or a vote."""
+    """A message queued to be sent: the fields of its frame, and a tensor's bytes; a vote has none."""
 
-    def __init__(self, slot: Slot, payload: memoryview, vote: Mapping[str, Any] | None = None) -> None:
-        self.slot, self.payload, self.vote = slot, payload, vote
+    def __init__(self, fields: Mapping[str, Any], payload: memoryview) -> None:
+        self.fields, self.payload = fields, payload
         self.over = threading.Event()
 
     def wait(self) -> None:
@@ -75,11 +75,12 @@ class Mesh:
 
     def send(self, to: str, place: str, key: int, round: int, slot: int, payload: memoryview) -> Sent:
         """Queue a message to a member, which listens at the address `place`."""
-        return self._queued(to, place, Sent(Slot(self.name, key, round, slot), payload))
+        fields = {"key": key, "round": round, "slot": slot, "bytes": len(payload)}
+        return self._queued(to, place, Sent(fields, payload))
 
     def vote(self, to: str, place: str, vote: Mapping[str, Any]) -> Sent:
         """Queue a vote to a member, which may be lost."""
-        return self._queued(to, place, Sent(Slot(self.name, 0, 0, 0), memoryview(b""), vote))
+        return self._queued(to, place, Sent({"vote": vote}, memoryview(b"")))
 
     def _queued(self, to: str, place: str, sent: Sent) -> Sent:
         with self.changed:
@@ -150,12 +151,12 @@ class Mesh:
                 self.coming.pop(name, None)
                 self._drop(name, (sys.maxsize, 0))
             lines = [line for name in names if (line := self._lines.pop(name, None))]
-            connections = [accepted for name in names if (accepted := self._newest.pop(name, None))]
+            connections = [self._newest.pop(name, None) for name in names] + [line.connection for line in lines]
             for line in lines:
                 self.dial.direct.pop(line.place, None)
                 line.put(None)
             self.changed.notify_all()
-        for connection in [*connections, *(line.connection for line in lines)]:
+        for connection in filter(None, connections):
             hang_up(connection)  # ends threads that wait there
 
     def close(self) -> None:
@@ -271,17 +272,18 @@ class Line(threading.Thread):
         self.connection.sendall(frame({"from": self._mesh.name, "round": first[0], "slot": first[1]}))
 
     def _send(self, sent: Sent) -> None:
-        slot, first = sent.slot, self._mesh.coming.get(self._to, (0, 0))
-        if sent.vote is None:
-            first = slot.round, slot.slot
-            self._mesh.coming[self._to] = slot.round, slot.slot + 1  # whether it arrives or is lost
+        first = self._mesh.coming.get(self._to, (0, 0))
+        if "vote" not in sent.fields:
+            first = sent.fields["round"], sent.fields["slot"]
+            self._mesh.coming[self._to] = first[0], first[1] + 1  # whether it arrives or is lost
         if self.connection is None:
             self._connect(first)
         assert self.connection is not None
-        head = {"key": slot.key, "round": slot.round, "slot": slot.slot, "bytes": len(sent.payload)}
-        self.connection.sendall(frame(head if sent.vote is None else {"vote": sent.vote}))
+        self.connection.sendall(frame(sent.fields))
         self.connection.sendall(sent.payload)
 
     def _hang_up(self) -> None:
         connection, self.connection = self.connection, None
-        shut(connection)
+        if connection is not None:
+            hang_up(connection)
+            connection.close()

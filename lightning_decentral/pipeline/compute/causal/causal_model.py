@@ -43,7 +43,6 @@ class CausalModel(Pipelined):
         super().__init__(module)
         self.aligned = aligned
         self._anatomy, self._refused = anatomy, refused or {}
-        self._inner: Any = module.get_submodule(anatomy.inner)
         self._config: Any = vars(module)["config"]
         self._entering: Tensor | None = None
         self._reach = reach(self._config)

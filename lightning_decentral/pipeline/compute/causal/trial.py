@@ -97,12 +97,12 @@ def _calls(copy: Any, ids: Tensor) -> dict[str, list[dict[str, Any]]]:  # (BATCH
     for side, kept in ((RIGHT, places < LENGTH - 3), (LEFT, places >= 3)):
         mask = torch.stack([torch.ones_like(kept), kept])  # padding is in the second sequence, its labels are -100
         padded[side] = {**plain, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
-    calls: dict[str, list[dict[str, Any]]] = {
+    return {
         "": [plain],
         **{side: [call] for side, call in padded.items()},
         PACKING: [{**plain, "position_ids": documents}],
+        **({ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else {}),
     }
-    return {**calls, ROUTING: [{**plain, **routed}, {**padded[RIGHT], **routed}]} if routed else calls
 
 
 def _routing(copy: Any) -> dict[str, bool]:
@@ -113,13 +113,10 @@ def _routing(copy: Any) -> dict[str, bool]:
 def _differs(copy: nn.Module, anatomy: Anatomy, calls: list[dict[str, Any]], aligned: bool = False) -> str | None:
     """Describe how the cut and whole copy differ in these calls, or what they raised; None if they agree."""
     try:
-        for call in calls:
-            why = compared(whole(copy, call), cut(copy, anatomy, call, aligned))
-            if why is not None:
-                return why
+        differences = (compared(whole(copy, call), cut(copy, anatomy, call, aligned)) for call in calls)
+        return next(filter(None, differences), None)
     except Exception as error:
         return _one_line(error)
-    return None
 
 
 def _one_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ A rescue, since NCCL doesn't report a lost worker, and the host may wait anywher
     freed    all communicators are aborted, so that their kernels return; `check` raises PeerLost in the training's
              thread, at the end of the host's round
 
-Until then the host is blocked in a call that needs the device: a read, the user's `.item()`, a full launch queue. XXNo
+Until then the host is blocked in a call that needs the device: a read, the user's `.item()`, a full launch queue. No
 Python of its thread runs there, hence the thread that reads the board. With gloo the host waits and gets an error."""
 
 import json
